@@ -58,8 +58,9 @@ class SelfSpeculation:
     torch.compile. captured: whether a round is recorded as a CUDA graph; None: on a GPU. The model's attention is set to
     "ao_lab", its weights are not touched and may be quantized.
 
-    Tokens are those of greedy decoding with the same cache; where the two largest logits are nearer than rounding, a pass over
-    several tokens may choose the other, as in any speculative decoding.
+    Tokens are those of greedy decoding with the same cache. Where the two largest logits are nearer than rounding, a pass over
+    several tokens may choose the other, as in any speculative decoding; and of a recipe that keeps the last tokens as computed
+    (`residual`), those that rejected drafts pushed out come back as they are stored.
 
     TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows.
     """
@@ -180,7 +181,7 @@ class SelfSpeculation:
     def _forget(self, count: Any, layers: int) -> None:
         """Take the last tokens back from the first layers of the cache."""
         for layer in self.cache.layers[:layers]:
-            layer.cumulative_length.sub_(count)
+            layer.forget(count)
 
     def _end(self, first: int, known: int, eos_token_id: int | None) -> int | None:
         """How many tokens there are up to the first eos_token_id of those from `first` on; None without one."""

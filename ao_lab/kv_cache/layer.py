@@ -183,13 +183,15 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; a positive number is what remains, as earlier transformers counts."""
-        if not self.is_initialized:
-            return
+        if self.is_initialized and tokens_to_remove > 0:
+            self.forget((self.cumulative_length - tokens_to_remove).clamp(min=0))
+        elif self.is_initialized:
+            self.forget(-tokens_to_remove)
+
+    def forget(self, count: int | torch.Tensor) -> None:
+        """Forget the last `count` tokens: a number, or a 0-d tensor on the cache's device, which nothing waits for."""
         before = self.cumulative_length.clone()
-        if tokens_to_remove > 0:
-            self.cumulative_length.clamp_(max=tokens_to_remove)
-        elif tokens_to_remove:
-            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+        self.cumulative_length.sub_(count).clamp_(min=0)
         for states in (self.keys, self.values):
             states.store.recent = None
             restore_(states.store, before, self.cumulative_length)

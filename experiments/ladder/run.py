@@ -183,7 +183,8 @@ class Bench:
         try:
             return measure(case)
         finally:
-            torch.compiler.reset()
+            if case.levers.compiled:
+                torch.compiler.reset()
             gc.collect()
             free()
 

@@ -144,6 +144,35 @@ class Ranker(Subject):
         return power_of_two((free - FREE) / (4 * 2 * self.config.heads * self.config.length**2))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seamless(Subject):
+    """Speech to speech: one call translates the utterances of a batch (`experiments.ladder.seamless`).
+
+    shape: arguments of transformers' configuration. frames: of speech, 20 ms each; tokens: of the translation; characters: of
+    a token; duration: units of a character.
+    """
+
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    beams: int = 1
+    frames: int = 500
+    tokens: int = 40
+    characters: int = 4
+    duration: int = 3
+
+    def build(self, device: str, seed: int) -> Any:
+        """The model, in evaluation mode."""
+        import transformers
+
+        config = transformers.SeamlessM4Tv2Config(**self.shape)
+        with building(device, seed):
+            model = transformers.SeamlessM4Tv2ForSpeechToSpeech._from_config(config, dtype=torch.bfloat16)
+        return model.eval().requires_grad_(False)
+
+    def largest(self, free: float) -> int:
+        """The largest power of two with 2 GB for each utterance: logits of all beams, and convolutions of the vocoder."""
+        return power_of_two((free - FREE) / 2e9)
+
+
 def power_of_two(most: float) -> int:
     """The largest that is not above a number; at least 1."""
     return 1 << max(0, int(most).bit_length() - 1) if most >= 1 else 1
@@ -176,6 +205,9 @@ HSTU_REFUSED = {
     "cache": "a request is one pass over all tokens, which stores no keys for a next one",
     "speculation": "nothing is generated token by token",
 }
+SEAMLESS_REFUSED = {
+    "speculation": "beams continue different sequences, and no decoder of speech was trained with early exits here",
+}
 
 MODELS: tuple[Subject, ...] = (
     LLAMA(
@@ -198,6 +230,8 @@ MODELS: tuple[Subject, ...] = (
     ),
     CHAMELEON(name="chameleon-7b-text", shape=CHAMELEON_7B),
     CHAMELEON(name="chameleon-7b-image", shape=CHAMELEON_7B, image=True, context=544),
+    Seamless(name="seamless-m4t-v2", unit="utterance", refused=SEAMLESS_REFUSED, seconds=(30.0, 150.0)),
+    Seamless(name="seamless-m4t-v2-beams", unit="utterance", beams=5, refused=SEAMLESS_REFUSED, seconds=(30.0, 150.0)),
     Ranker(
         name="hstu-dlrmv3", unit="request", config=DLRM_V3, candidates=2048, refused=HSTU_REFUSED,
         weights=HSTU_WEIGHTS,
@@ -217,9 +251,24 @@ _TINY_CHAMELEON = {
     "vq_config": _TINY_VQ,
 }
 _SMALL = {"context": 8, "steps": 3, "exit_layer": 1, "drafts": 2, "seconds": (0.0, 0.0)}
+_TINY_SEAMLESS = {
+    "vocab_size": 64, "t2u_vocab_size": 40, "char_vocab_size": 30, "hidden_size": 128, "encoder_layers": 1, "decoder_layers": 2,
+    "speech_encoder_layers": 1, "speech_encoder_attention_heads": 2, "speech_encoder_intermediate_size": 128,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+    "t2u_encoder_layers": 1, "t2u_decoder_layers": 1, "t2u_encoder_attention_heads": 2, "t2u_decoder_attention_heads": 2,
+    "t2u_encoder_ffn_dim": 128, "t2u_decoder_ffn_dim": 128, "feature_projection_input_dim": 20,
+    "t2u_variance_predictor_embed_dim": 128, "t2u_variance_predictor_hidden_dim": 16, "unit_embed_dim": 16,
+    "unit_hifi_gan_vocab_size": 40, "lang_embed_dim": 8, "spkr_embed_dim": 8, "vocoder_num_langs": 2, "vocoder_num_spkrs": 2,
+    "upsample_initial_channel": 32, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4], "max_position_embeddings": 64,
+    "t2u_max_position_embeddings": 64,
+}  # fmt: skip
 STAND_INS: tuple[Subject, ...] = (
     LLAMA(name="llama-tiny", shape=_TINY_LLAMA, **_SMALL),
     CHAMELEON(name="chameleon-tiny-image", shape=_TINY_CHAMELEON, image=True, batches=(1,), **_SMALL),
+    Seamless(
+        name="seamless-tiny-beams", unit="utterance", shape=_TINY_SEAMLESS, beams=2, frames=32, tokens=3, characters=2,
+        duration=2, refused=SEAMLESS_REFUSED, batches=(1,), seconds=(0.0, 0.0),
+    ),
     Ranker(
         name="hstu-tiny", unit="request", config=replace(TINY, width=128, heads=2, qk_width=64, v_width=64), candidates=8,
         refused=HSTU_REFUSED, weights=HSTU_WEIGHTS, batches=(1,), seconds=(0.0, 0.0),

@@ -11,7 +11,8 @@ import ao_lab
 from experiments.harness.measuring import Values, Wrong
 from experiments.ladder.decoding import Loop, captured, compiled, is_quantized
 from experiments.ladder.rungs import Levers
-from experiments.ladder.subjects import WEIGHTS, Decoder, Ranker, Subject
+from experiments.ladder.seamless import Utterances
+from experiments.ladder.subjects import WEIGHTS, Decoder, Ranker, Seamless, Subject
 from experiments.models.hstu import blocked_attention, candidate_index, padded_attention, random_batch
 
 #: Rounds of self-speculation that are timed together.
@@ -179,6 +180,8 @@ def work_of(subject: Subject, model: Any, levers: Levers, batch: int, device: st
     """The work of a subject with these levers; the model has its weights already."""
     if isinstance(subject, Ranker):
         return Requests(subject, model, levers, batch, device, seed)
+    if isinstance(subject, Seamless):
+        return Utterances(subject, model, levers, batch, device, seed)
     if not isinstance(subject, Decoder):
         raise TypeError(f"no work is known of {type(subject).__name__}")
     if levers.speculation:

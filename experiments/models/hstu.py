@@ -219,6 +219,8 @@ def padded_attention(
     return layout.unpad(torch.einsum("bhqk,bkhd->bqhd", weights, v))
 
 
+# A compiler would unroll the loop over users and blocks into a program of thousands of operations.
+@torch.compiler.disable
 def blocked_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: RelativeBias | None, config: HSTUConfig
 ) -> Tensor:

@@ -21,10 +21,10 @@ from experiments.ladder.rungs import (
     configurations,
     ladder,
 )
-from experiments.ladder.subjects import MODELS, STAND_INS, WEIGHTS
+from experiments.ladder.subjects import MODELS, STAND_INS, WEIGHTS, Decoder, Ranker, Seamless
 from experiments.runs.run import settings_for
 
-LLAMA, CHAMELEON, HSTU = STAND_INS[:3]
+LLAMA, CHAMELEON, SEAMLESS, HSTU = STAND_INS
 EVERY = [replace(one, compiled=False, graphs=False) for one in configurations() if not one.speculation]
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_apply_says_why():
 
 
 @pytest.mark.parametrize(
-    "subject", [one for one in MODELS if hasattr(one, "shape")], ids=lambda one: one.name
+    "subject", [one for one in MODELS if isinstance(one, Decoder)], ids=lambda one: one.name
 )
 def test_exact_shapes(subject):
     """Parameters of the published models; the largest batch leaves room on a GPU of 140 GB."""
@@ -128,6 +128,17 @@ def test_exact_shapes(subject):
     cache *= model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
     assert 2 * count + cache < 132e9
     assert largest >= 64
+
+
+def test_exact_shapes_of_seamless():
+    """1.81 billion parameters; 10 s of speech, and 480 units of 320 samples."""
+    subject = next(one for one in MODELS if isinstance(one, Seamless))
+    model = subject.build("meta", 0)
+    assert sum(one.numel() for one in model.parameters()) / 1e9 == pytest.approx(1.81, abs=0.01)
+    samples = subject.tokens * subject.characters * subject.duration
+    for rate in model.config.upsample_rates:
+        samples *= rate
+    assert samples / model.config.sampling_rate == pytest.approx(subject.frames * 0.02, rel=0.05)
 
 
 def test_a_run_measures_what_applies_and_resumes(tmp_path, monkeypatch):
@@ -199,7 +210,9 @@ def test_the_mean_over_models_is_beside_the_published_number(tmp_path):
     assert (values[0].published, set(found)) == (3.88, {"batch 1"})
     half = [one for one in rows if one.method != FULL.name]
     values = list(summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), half))
-    assert values[0].value == pytest.approx(summary.geometric_mean([4.0] * 4 + [8.0] * (len(MODELS) - 4)))
+    assert values[0].value == pytest.approx(
+        summary.geometric_mean([8.0 if isinstance(one, Ranker) else 4.0 for one in MODELS])
+    )
     with pytest.raises(ValueError, match="at least one ratio"):
         summary.geometric_mean([])
 
