@@ -1,8 +1,7 @@
 """From the file of a pretrained model to a folder that transformers loads.
 
 * GGUF: transformers' own loader dequantizes it (by `gguf` and `accelerate`) and builds the tokenizer. Values are rounded once,
-  to bfloat16, in which the models were trained and are evaluated. The conversion was compared with llama.cpp on the same
-  tokens: mean loss 3.356 and 3.366 (SmolLM2), 3.676 and 3.679 (Gemma), 3.585 and 3.583 (Qwen); llama.cpp rounds inputs.
+  to bfloat16, in which the models were trained and are evaluated.
 * zip: the folder as it is inside an archive; names in it are not trusted as paths.
 * safetensors: copied.
 * CTranslate2 (Whisper): `experiments.models.ctranslate2`.

@@ -82,15 +82,16 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         lines += [
             line
             for arm in (PTQ_BASE, *BASELINES, *TRAINED)
-            if (line := line_of(results, setting, scheme, arm))
+            if (line := line_of(run, text, setting, scheme, arm))
         ]
     conditions = f"{number(results.value(WEIGHTS, BASE, 'windows'), 0)} windows of "
     conditions += f"{number(results.value(WEIGHTS, BASE, 'tokens of a window'), 0)} tokens"
     return Table(f"{run.model}, {text} ({conditions})", columns, lines, results.rows)
 
 
-def line_of(results: Results, setting: str, scheme: str, arm: str) -> list[str]:
+def line_of(run: RealRun, text: str, setting: str, scheme: str, arm: str) -> list[str]:
     """Cells of a way; none where it was not measured."""
+    results = run.texts[text]
     losses, perplexities = (
         by_seed(results, setting, f"{scheme}: {arm}", metric) for metric in ("loss", "perplexity")
     )
@@ -101,7 +102,7 @@ def line_of(results: Results, setting: str, scheme: str, arm: str) -> list[str]:
     shares = ["", "", ""]
     if arm not in (PTQ_BASE, PTQ):
         shares = [recovered_cell(results, setting, scheme, arm, metric) for metric in ("loss", "perplexity")]
-        shares.append(beyond(results, setting, scheme, arm) if arm in TRAINED else "")
+        shares.append(beyond(run, text, setting, scheme, arm) if arm in TRAINED else "")
     mean = number(fmean(perplexities.values()), 2)
     return [label(setting, scheme), arm, mean, increase, *shares, str(len(losses))]
 
@@ -138,16 +139,19 @@ def recovered_cell(results: Results, setting: str, scheme: str, arm: str, metric
     return "" if found is None else f"{number(found.mean, 1)} ± {number(found.half, 1)}"
 
 
-def best_baseline(results: Results, setting: str, scheme: str) -> str:
-    """The way without training that costs least."""
-    costs = {arm: by_seed(results, setting, f"{scheme}: {arm}", "loss") for arm in BASELINES}
-    means = {arm: fmean(values.values()) for arm, values in costs.items() if values}
-    return min(means, key=lambda arm: means[arm]) if means else PTQ
+def best_baseline(run: RealRun, text: str, setting: str, scheme: str) -> str:
+    """The way without training that costs least on the other texts, so that no text chooses what it judges."""
+
+    def mean(results: Results, arm: str) -> float | None:
+        losses = by_seed(results, setting, f"{scheme}: {arm}", "loss")
+        return fmean(losses.values()) if losses else None
+
+    return run.chosen_by(text, BASELINES, mean) or PTQ
 
 
-def beyond(results: Results, setting: str, scheme: str, arm: str) -> str:
+def beyond(run: RealRun, text: str, setting: str, scheme: str, arm: str) -> str:
     """What a trained way recovers of the best one without training, which is named."""
-    best = best_baseline(results, setting, scheme)
+    results, best = run.texts[text], best_baseline(run, text, setting, scheme)
     found = share(results, setting, scheme, best, arm, "loss")
     return "" if found is None else f"{number(found.mean, 1)} ± {number(found.half, 1)} ({best})"
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_ONE_LAYER, TINY_TWO_LAYERS
 from experiments.qat_overhead.run import EXPERIMENT, KIND
-from experiments.qat_overhead.step import INT8_INT4, LORA, OURS
+from experiments.qat_overhead.step import COPY_RATE, INT8_INT4, LORA, OURS
 from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.plots import dots
@@ -102,7 +102,8 @@ STEP = (
     "Peak memory is the most that was allocated in a step, weights, gradients and batch of the model included, those of other "
     "variants not. Saved for backward are all tensors that autograd holds between forward and backward, each once, without "
     "weights and batch.",
-    "Rounding operands is work that plain training does not have. 'At the copy rate' is what its bytes take at 4.2 TB/s if "
+    "Rounding operands is work that plain training does not have. 'At the copy rate' is what its bytes take at "
+    f"{COPY_RATE / 1e12:g} TB/s, which is assumed and not measured in these runs, if "
     "nothing is saved for backward that plain training does not save: each operand of each linear layer is read and written "
     "in forward and again in backward. No training that rounds the operands of each layer on its own, and saves nothing more, "
     "costs less, as long as it multiplies what it has rounded in bfloat16.",

@@ -263,6 +263,7 @@ def _prepare(bench: Bench, group: Group, variant: Variant, trainers: dict[Varian
     if variant.rounds and not variant.products:
         moved = rounding_bytes(RECIPES[variant.recipe], linear_shapes(trainer.model), group.tokens)
         values["bytes to round"] = (moved / 1e9, "GB")
+        values["copy rate, assumed"] = (COPY_RATE / 1e12, "TB/s")
         values["time to round at the copy rate"] = (moved / COPY_RATE * 1e3, "ms")
     trainers[variant] = trainer
     return values

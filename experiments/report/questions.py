@@ -198,7 +198,7 @@ def real_qat_claims(rows: Sequence[Row], *schemes: str) -> Iterator[Claim]:
             of = ", ".join(filter(None, (scheme, run.model if run else "", text)))
             command = f"ao-lab reproduce qat --model {model_of(run)} --scale full --only {scheme}"
             losses = {arm: paired(results, scheme, arm) for arm in (*WITHOUT, AUTOROUND, LEARNED, PLAIN_QAT)}
-            best_way = min((losses[arm] for arm in WITHOUT if losses[arm]), key=mean_of, default={})
+            best_way = losses.get(best_without(run, text, scheme), {})
             statement = (
                 "Training with learned scales loses less than the best of rounding, searched scales and GPTQ"
             )
@@ -220,9 +220,14 @@ def paired(results: Results, scheme: str, arm: str) -> dict[int, Row]:
     return {row.seed: row for row in results.rows if (row.method, row.metric) == (method, "loss")}
 
 
-def mean_of(rows: Mapping[int, Row]) -> float:
-    """The mean over seeds."""
-    return fmean(row.value for row in rows.values())
+def best_without(run: RealRun | None, text: str, scheme: str) -> str:
+    """The way without training of the least loss, mean over seeds, on the texts that do not judge it; "" for none."""
+
+    def mean(results: Results, arm: str) -> float | None:
+        rows = paired(results, scheme, arm)
+        return fmean(row.value for row in rows.values()) if rows else None
+
+    return "" if run is None else run.chosen_by(text, WITHOUT, mean)
 
 
 def over_seeds(ours: Mapping[int, Row], theirs: Mapping[int, Row]) -> Interval | None:

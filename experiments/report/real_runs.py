@@ -78,10 +78,18 @@ class RealRun:
     ) -> str:
         """The method of the least (or most) mean of a metric over the other texts, so that none is chosen by the text that
         judges it; where there is no other, by that text. "" where none was measured."""
+        return self.chosen_by(
+            text, methods, lambda results, method: results.value(setting, method, metric), most=most
+        )
+
+    def chosen_by(
+        self, text: str, methods: Iterable[str], value: Callable[[Results, str], float | None], *, most: bool = False
+    ) -> str:  # fmt: skip
+        """The same of any value of a text's results and a method; None where it was not measured."""
         others = [one for name, one in self.texts.items() if name != text] or [self.texts[text]]
         known = {}
         for method in methods:
-            values = [one.value(setting, method, metric) for one in others]
+            values = [value(one, method) for one in others]
             there = [value for value in values if value is not None and math.isfinite(value)]
             if len(there) == len(others):
                 known[method] = fmean(there)

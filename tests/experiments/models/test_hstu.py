@@ -58,7 +58,11 @@ def by_formula(layer, x, times, history):
             if layer.attention.bias is not None:
                 seconds = max(1, int(times[i] - times[j]))
                 bucket = min(seconds.bit_length() - 1, config.buckets - 1)
-                score = score + layer.attention.bias.positions[max(0, min(i, history) - j)] + layer.attention.bias.times[bucket]
+                score = (
+                    score
+                    + layer.attention.bias.positions[max(0, min(i, history) - j)]
+                    + layer.attention.bias.times[bucket]
+                )
             out[i] += functional.silu(score)[:, None] / config.length * v[j]
     o = out.flatten(1)
     gated = u * layer.attention_norm(o)
