@@ -1,0 +1,126 @@
+"""The page of experiment `prefill_attention`: errors of attention in 8 bits by recipe, and what is predicted with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.models.causal_lm import REAL
+from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORST
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import dots
+from experiments.report.results import Results, Where, best_run, by_run, number
+
+EXPERIMENT = "prefill_attention"
+TITLE = "Attention in 8 bits"
+QUESTION = "What does attention lose when both of its matrix products have operands in 8 bits?"
+ABOUT = (
+    "Queries by keys in int8 or e4m3, after a Hadamard transform of both and without the mean key, neither of which changes "
+    "softmax; weights by values in e4m3, in sums of two levels. Errors are on the activations of trained models, and "
+    "predictions beside the model's own.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("prefill-attention-smollm2-135m-instruct-full", "prefill-attention-smollm2-135m-instruct-quick")
+ERROR_TEXT = (
+    "One window of the text; the error of attention over its result, the mean and the worst of the layers, beside float64 of "
+    "the same states. Recipes without one of the two exact steps say what it is for.",
+)
+PREDICTED_TEXT = (
+    "Every token of the windows with the model's attention replaced; changes are from its own predictions, standard errors are "
+    "over documents.",
+)
+ERRORS = {COSINE: ("cosine", 5), COSINE + WORST: ("worst layer's", 5), NORM: ("norm of the error (%)", 2),
+          NORM + WORST: ("worst layer's (%)", 2)}  # fmt: skip
+METRICS = {"perplexity, change": ("perplexity (%)", 3), "loss, standard error of the change": ("its error (nat)", 5),
+           "KL": ("KL (nat)", 5), "same first choice": ("same first choice (%)", 2)}  # fmt: skip
+
+
+def kinds(rows: Sequence[Row]) -> list[str]:
+    """Kinds of tables of real models."""
+    return sorted({row.table.split("/")[0] for row in rows if row.table.startswith(REAL)})
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Errors and changes of perplexity of each model."""
+    words = []
+    for kind in kinds(rows):
+        best = best_run(by_run(rows, kind))
+        if best is None:
+            continue
+        where, results = best
+        errors = _said(results, ATTENTION, NORM, 100, 1)
+        changes = _said(results, ALL, "perplexity, change", 1, 2)
+        name = kind.removeprefix(REAL)
+        if errors:
+            words.append(f"Norm of the error on {name} ({where}): {errors}.")
+        if changes:
+            words.append(f"Perplexity of {name} ({where}): {changes}.")
+    return words
+
+
+def _said(results: Results, setting: str, metric: str, factor: float, digits: int) -> str:
+    found = {method: results.value(setting, method, metric) for method in results.methods}
+    return ", ".join(
+        f"{name} {number(factor * value, digits)}%" for name, value in found.items() if value is not None
+    )
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(findings(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Models, run by run: errors, then predictions."""
+    return [
+        made
+        for kind in kinds(rows)
+        for where, results in by_run(rows, kind).items()
+        for made in (
+            error_section(kind.removeprefix(REAL), where, results),
+            predicted_section(kind.removeprefix(REAL), where, results),
+        )
+        if made.tables[0].lines
+    ]
+
+
+def error_section(name: str, where: Where, results: Results) -> Section:
+    """A picture and a table by recipe."""
+    methods = [method for method in results.methods if results.value(ATTENTION, method, NORM) is not None]
+    norms = {
+        "mean of layers": [results.value(ATTENTION, method, NORM) for method in methods],
+        "worst layer": [results.value(ATTENTION, method, NORM + WORST) for method in methods],
+    }
+    figure = dots(methods, norms, "norm of the error over that of the result")
+    drawing = Drawing(
+        f"prefill-attention-{name.lower()}-{where.scale}",
+        f"What 8 bits lose in the attention of {name}.",
+        figure,
+    )
+    lines = [[method, *_cells(results, ATTENTION, method, ERRORS)] for method in methods]
+    table = Table(
+        "Errors of attention", ["recipe", *(title for title, _ in ERRORS.values())], lines, results.rows
+    )
+    return Section(f"Attention of {name} ({where})", ERROR_TEXT, [drawing], [table])
+
+
+def predicted_section(name: str, where: Where, results: Results) -> Section:
+    """A line for every recipe."""
+    methods = [method for method in results.methods if results.value(ALL, method, "KL") is not None]
+    lines = [[method, *_cells(results, ALL, method, METRICS)] for method in methods]
+    table = Table("Predictions", ["recipe", *(title for title, _ in METRICS.values())], lines, results.rows)
+    return Section(f"Predictions of {name} ({where})", PREDICTED_TEXT, [], [table])
+
+
+def _cells(results: Results, setting: str, method: str, metrics: dict[str, tuple[str, int]]) -> list[str]:
+    """Values in a line; those in percent of the whole are fractions in the rows."""
+    return [
+        number((100 if metric.startswith(NORM) else 1) * value, digits) if value is not None else ""
+        for metric, (_, digits) in metrics.items()
+        for value in [results.value(setting, method, metric)]
+    ]
