@@ -179,9 +179,21 @@ def choice_table(run: RealRun) -> Table:
                 for name in choice.OPTIONS
                 if (known := value(f"uniform {name}: KL measured")) is not None
             ]
-            kls = [number(value(f"choice: KL {word}"), 3) for word in ("predicted", "measured")]
-            lines.append([setting, number(value("bits per weight"), 2), *kls, ", ".join(uniform)])
-    columns = ["budget", "bits per weight", "KL predicted", "KL measured", "one scheme for all layers: KL"]
+            words = (
+                "predicted",
+                "measured",
+                "of one scheme at this size",
+                f"of {choice.BY_HAND} at this size",
+            )
+            kls = [number(value(f"choice: KL {word}"), 3) for word in words]
+            ranks = number(value("choice: rank correlation of layers alone"), 3)
+            alone = number(value("choice: layers measured alone"), 0)
+            ranked = f"{ranks} ({alone} layers)" if ranks else ""
+            lines.append([setting, number(value("bits per weight"), 2), *kls, ranked, ", ".join(uniform)])
+    columns = [
+        "budget", "bits per weight", "KL predicted", "KL measured", "one scheme at this size: KL",
+        f"{choice.BY_HAND}, at this size: KL", "rank correlation of layers alone", "one scheme for all layers: KL",
+    ]  # fmt: skip
     return Table(
         f"{run.model}: the automatic choice, on other sequences of its own text",
         columns,

@@ -155,9 +155,11 @@ class Run:
     bench: Bench
     draw: Callable[[int], list[torch.Tensor]]
     batches: list[torch.Tensor]
+    #: The sequences that choices are scored and measured by.
+    draw_for_choices: Callable[[], list[torch.Tensor]]
     rounded: dict[tuple[str, str], Sums] = field(default_factory=dict)
     choices: dict[float, Choice] = field(default_factory=dict)
-    seconds: dict[float, float] = field(default_factory=dict)
+    facts: Values = field(default_factory=dict)
 
     def with_seed(self, seed: int) -> Run:
         """The same with the sequences of another seed; what rounding does stays."""
@@ -273,7 +275,11 @@ def prepared(settings: Settings, model: RealModel) -> Run:
     def draw(seed: int) -> list[torch.Tensor]:
         return batches_of(settings, model, length, count, seed, batch)
 
-    return Run(settings, bench_of(settings, model), draw, draw(settings.seed))
+    def draw_for_choices() -> list[torch.Tensor]:
+        tokens, sequences = choice.TOKENS[settings.scale], choice.SEQUENCES[settings.scale]
+        return batches_of(settings, model, tokens, sequences, settings.seed, choice.BATCH)
+
+    return Run(settings, bench_of(settings, model), draw, draw(settings.seed), draw_for_choices)
 
 
 def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
@@ -369,13 +375,17 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
         ours = {id(layer) for layer in layers.values()}
         config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
         return config, lambda module, name: id(module) in ours, {}
-    if case.budget not in here.choices:
-        started = time.perf_counter()
-        earlier = next(iter(here.choices.values()), None)
-        here.choices[case.budget] = choice.chosen(here.bench.base, here.batches, case.budget, earlier)
-        here.seconds[case.budget] = time.perf_counter() - started
+    if not here.choices:
+        started, scale = time.perf_counter(), here.settings.scale
+        sequences = here.draw_for_choices()
+        here.choices.update(choice.chosen(here.bench.base, sequences, choice.ALONE[scale]))
+        tokens = sum(one.numel() for one in sequences)
+        here.facts = {
+            "time to choose, all budgets": (time.perf_counter() - started, "s"),
+            "choice: tokens of scores and measurements": (tokens, ""),
+        }
     found = here.choices[case.budget]
-    return found.plan, None, {**choice.values(found), "time to choose": (here.seconds[case.budget], "s")}
+    return found.plan, None, {**choice.values(found), **here.facts}
 
 
 def layer_values(model: nn.Module) -> Values:

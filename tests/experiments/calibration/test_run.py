@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ao_lab.choose.result import Trial
 from ao_lab.cli.app import main
 from ao_lab.eval import Tokens
 from experiments.calibration import page, run
@@ -54,6 +55,8 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
     monkeypatch.delenv(texts.VARIABLE, raising=False)
     monkeypatch.setitem(run.SEQUENCES, "quick", 8)
     monkeypatch.setattr(run.choice, "BUDGETS", (3.0, 4.25))
+    for name, value in (("SEQUENCES", 8), ("TOKENS", 32), ("ALONE", 4)):
+        monkeypatch.setitem(getattr(run.choice, name), "quick", value)
     asked = RealModels(models=(str(folder),), windows=2, length=32)
     here = Settings(
         scale="quick",
@@ -70,7 +73,11 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
         assert 2.375 <= found["bits per weight"] <= bits
         least = min(value for name, value in found.items() if name.startswith("uniform") and "int2" in name)
         assert found["choice: KL measured"] <= least
-        assert found["time to choose"] > 0
+        assert found["time to choose, all budgets"] > 0
+        assert found["choice: tokens of scores and measurements"] == 8 * 32
+        assert found["choice: layers measured alone"] == 4
+        assert -1 <= found["choice: rank correlation of layers alone"] <= 1
+    assert found["choice: KL measured"] < found["choice: KL of one scheme at this size"]
     section, _ = page.sections(rows)
     assert [line[0] for line in section.tables[-1].lines] == ["choice, 3 bits", "choice, 4.25 bits"]
     assert all("int2_g64_asymmetric_bf16" in line[-1] for line in section.tables[-1].lines)
@@ -83,6 +90,29 @@ def values(rows, data, method, setting="int3_g64_asymmetric"):
         for row in found
         if row.seed == 0 and row.table.partition("/quick/")[2].startswith(data)
     }
+
+
+def test_a_choice_is_held_against_what_lies_at_its_size():
+    """Geometrically between two trials; a rule by hand has its first and last block in 8 bits."""
+    trials = [
+        Trial("a", 200.0, 0.0, 4.0, True),
+        Trial("b", 100.0, 0.0, 16.0, True),
+        Trial("c", 400.0, 0.0, 1.0, False),
+    ]
+    assert run.choice.interpolated(trials, 150.0) == pytest.approx(8.0)
+    assert run.choice.interpolated(trials, 200.0) == pytest.approx(4.0)
+    assert run.choice.interpolated(trials, 300.0) == pytest.approx(2.0)
+    assert math.isnan(run.choice.interpolated(trials, 99.0))
+    assert run.choice.rank_correlation([1.0, 5.0, 9.0, 7.0], [0.1, 0.2, 0.9, 0.4]) == pytest.approx(1.0)
+    assert run.choice.rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+    names = [
+        f"model.layers.{i}.{part}.weight" for i in range(3) for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]
+    settings = run.choice.candidates(names, 2)
+    rule = settings[f"first and last layers in 8 bits, {run.choice.LOWEST}"]
+    assert [rule(name) == "int8_rowwise" for name in names] == [True, True, False, False, True, True]
+    alone = settings[f"alone, {names[3]}"]
+    assert [alone(name) for name in names] == [None, None, None, run.choice.LOWEST, None, None]
 
 
 def test_methods_have_rows_and_what_they_recover(reproduced):
@@ -176,7 +206,7 @@ def test_schemes_and_methods_of_a_run(tmp_path):
     (first, *_) = cases_of(settings(tmp_path, only=("choice", "gptq", "hqq")))
     assert (first.setting, arms_of(settings(tmp_path), first)) == (
         "choice, 3 bits",
-        ["rounding", "gptq", "awq + gptq"],
+        ["rounding", "search by inputs", "gptq", "awq + gptq"],
     )
     check_parts(["gptq", "nvfp4", "torchao.int4_g64_tinygemm", "choice"])
     with pytest.raises(ValueError, match="unknown part 'gptk'"):
