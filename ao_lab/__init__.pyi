@@ -47,6 +47,8 @@ from ao_lab.clients.executorch import export_executorch as export_executorch
 from ao_lab.clients.gguf.read import load_gguf as load_gguf
 from ao_lab.clients.gguf.write import GgufFile as GgufFile
 from ao_lab.clients.gguf.write import save_gguf as save_gguf
+from ao_lab.clients.mlx import MlxFolder as MlxFolder
+from ao_lab.clients.mlx import save_mlx as save_mlx
 from ao_lab.clients.onnx.export import OnnxFile as OnnxFile
 from ao_lab.clients.onnx.export import export_onnx as export_onnx
 from ao_lab.compile.ahead_of_time import register_operators as register_operators

@@ -70,6 +70,7 @@ OTHERS = {
     "quantized_compressed": (("int8_rowwise",), "takes a torch tensor"),
     "save_gguf": (("nowhere",), "model is a torch.nn.Module"),
     "replace_sdpa_": ((), "a recipe is an AttentionRecipe or a name of one"),
+    "save_mlx": (("nowhere",), "model is a torch.nn.Module"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
     "sparse_squared_relu": ((), "takes a torch tensor"),
     "sparsify_": ((ao_lab.SparsityConfig(),), "model is a torch.nn.Module"),

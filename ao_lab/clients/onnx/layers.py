@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import reference
+from ao_lab.clients.integers import (
+    block_size,
+    by_block,
+    check_integers,
+    nibbles,
+    one_scale_a_row,
+    scales_of,
+    signed_codes,
+)
 from ao_lab.config.recipe import numerics
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from reference import SCHEMES, Quantized
@@ -44,7 +52,7 @@ class NBitsLinear(nn.Module):
     def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
         super().__init__()
         (self.rows, self.length), fmt = q.shape, q.scheme.format
-        self.size = block_size(q)
+        self.size = block_size(q, BLOCKS, "ONNX")
         self.bits = 4 if fmt.bits <= 4 else 8
         middle = 1 << (self.bits - 1)
         codes = signed_codes(q) + middle
@@ -78,7 +86,7 @@ class Float8Linear(nn.Module):
 
     def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.size = block_size(q, (q.shape[1], *BLOCKS))
+        self.size = block_size(q, (q.shape[1], *BLOCKS), "ONNX")
         self.register_buffer("codes", q.codes.view(DTYPES[q.scheme.element]))
         self.register_buffer("scale", scales_of(q, self.size))
         self.bias = bias
@@ -170,13 +178,13 @@ def onnx_layer(weight: QuantizedTensor, bias: torch.Tensor | None) -> nn.Module:
         return _by_int8(weight, q, bias)
     if q.scheme.element in DTYPES and q.outer is None:
         return Float8Linear(q, bias)
-    check_integers(q)
+    check_integers(q, WAY_OUT)
     return NBitsLinear(q, bias)
 
 
 def _by_int8(weight: QuantizedTensor, q: Quantized, bias: torch.Tensor | None) -> nn.Module:
     """Layers with quantized inputs."""
-    check_integers(q)
+    check_integers(q, WAY_OUT)
     inputs: Any = weight.recipe.activation
     one_scale = q.scheme.scale.block == -1 or q.scheme.scale.block == "tensor"
     if q.scheme.zero is not None or not one_scale or q.scheme.format.bits != 8:
@@ -188,68 +196,6 @@ def _by_int8(weight: QuantizedTensor, q: Quantized, bias: torch.Tensor | None) -
     if numerics(inputs) != numerics(SCHEMES["int8_rowwise"]):
         raise ValueError(f"inputs in {inputs.name} have no operators of ONNX here; {WAY_OUT}")
     return DynamicInt8Linear(q, bias)
-
-
-def check_integers(q: Quantized) -> None:
-    """ValueError for weights that are not integers times a scale."""
-    scheme, fmt = q.scheme, q.scheme.format
-    by_code = scheme.zero is None or scheme.zero.rule == "code"
-    if (
-        fmt.kind != "int"
-        or fmt.fraction_bits
-        or not by_code
-        or q.outer is not None
-        or scheme.scale.stored != "decode"
-    ):
-        raise ValueError(f"{scheme.name} has no operator of ONNX that onnxruntime computes; {WAY_OUT}")
-
-
-def signed_codes(q: Quantized) -> torch.Tensor:
-    """Integers (N, K) as int16, with their signs; those that count from 0 as they are."""
-    low = int(q.scheme.format.integer_range[0])
-    codes = q.codes.to(torch.int16)
-    high = 1 << q.scheme.format.bits
-    return torch.where(codes >= high // 2, codes - high, codes) if low < 0 else codes
-
-
-def block_size(q: Quantized, sizes: tuple[int, ...] = BLOCKS) -> int:
-    """The largest of the sizes that divides the scheme's block and the row; ValueError where none does."""
-    block = q.scheme.scale.block
-    wide = block[1] if isinstance(block, tuple) else block
-    whole = q.shape[1] if wide in (-1, "tensor") else wide
-    for size in sizes:
-        if isinstance(whole, int) and whole % size == 0 and q.shape[1] % size == 0:
-            return size
-    raise ValueError(
-        f"{q.scheme.name} of shape {q.shape}: blocks of ONNX are {', '.join(map(str, reversed(sizes)))} elements of a row"
-    )
-
-
-def scales_of(q: Quantized, size: int) -> torch.Tensor:
-    """float32 scales, one for each `size` elements of a row: (N, K / size)."""
-    storage = q.scheme.scale.storage
-    return by_block(q, q.scale if storage == "float32" else reference.decode(q.scale, storage), size).float()
-
-
-def one_scale_a_row(q: Quantized) -> torch.Tensor:
-    """(N, 1)."""
-    return scales_of(q, q.shape[1])
-
-
-def by_block(q: Quantized, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Scales or zero points, repeated for each `size` elements of a row."""
-    (rows, length), block = q.shape, q.scheme.scale.block
-    tall, wide = block if isinstance(block, tuple) else (1, block)
-    if wide in (-1, "tensor"):
-        return values.reshape(-1, 1).expand(rows, length // size).contiguous()
-    grid = values.repeat_interleave(tall, 0).repeat_interleave(int(wide) // size, 1)
-    return grid[:rows, : length // size].contiguous()
-
-
-def nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes below 16 as bytes along the last axis, even places low; an odd end is filled with 0."""
-    codes = nn.functional.pad(codes, (0, codes.shape[-1] % 2)).to(torch.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 #: What makes a layer, for annotations.

@@ -127,11 +127,11 @@ def test_inputs_are_rounded_to_the_layers_own_integers(quantized_inputs):
 
 
 REFUSED = {
-    "nf4": (SchemeConfig(scheme="nf4"), "0: nf4 has no operator of ONNX that onnxruntime computes"),
-    "mxfp4": (SchemeConfig(scheme="mxfp4"), "0: mxfp4 has no operator"),
+    "nf4": (SchemeConfig(scheme="nf4"), "0: nf4 is no integer times a scale; export_onnx writes"),
+    "mxfp4": (SchemeConfig(scheme="mxfp4"), "0: mxfp4 is no integer"),
     "inputs": (
         SchemeConfig(scheme="mxfp8_e4m3", activation_scheme="mxfp8_e4m3"),
-        "0: mxfp8_e4m3 has no operator",
+        "0: mxfp8_e4m3 is no integer",
     ),
     "groups": (
         SchemeConfig(scheme="int8_g32", activation_scheme="int8_rowwise"),
