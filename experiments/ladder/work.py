@@ -13,7 +13,7 @@ from experiments.ladder.decoding import Loop, captured, compiled, is_quantized
 from experiments.ladder.rungs import Levers
 from experiments.ladder.seamless import Utterances
 from experiments.ladder.subjects import WEIGHTS, Decoder, Ranker, Seamless, Subject
-from experiments.models.hstu import blocked_attention, candidate_index, padded_attention, random_batch
+from experiments.models.hstu import candidate_index, fused_attention, padded_attention, random_batch
 
 #: Rounds of self-speculation that are timed together.
 ROUNDS = 8
@@ -137,7 +137,7 @@ class Requests:
         self.subject, self.model, self.levers, self.users = subject, model, levers, batch
         self.batch = random_batch(subject.config, batch, subject.candidates, seed, device)
         self.layout, self.index = self.batch.layout(), candidate_index(self.batch).to(device)
-        model.use_attention(blocked_attention if levers.attention else padded_attention)
+        model.use_attention(fused_attention if levers.attention else padded_attention)
         rank = compiled(model.rank, device) if levers.compiled else model.rank
         self.call = lambda: rank(self.layout, self.index)
         self.captured = False
@@ -161,7 +161,7 @@ class Requests:
 
     def evidence(self) -> None:
         """Wrong where a lever is on and has changed nothing."""
-        wanted = blocked_attention if self.levers.attention else padded_attention
+        wanted = fused_attention if self.levers.attention else padded_attention
         checks = {
             "attention": all(layer.attention.function is wanted for layer in self.model.layers),
             "graphs": self.captured == self.levers.graphs,

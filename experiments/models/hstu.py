@@ -13,7 +13,8 @@ A user's history stands before the candidates that are ranked: history is causal
 itself, no matter how many others there are. The head gives logits of each task at each candidate.
 
 Batches are jagged: tokens of all users one after the other. Linear layers and norms see those alone; attention pads
-(`padded_attention`, quadratic in memory) or goes user by user over blocks of queries (`blocked_attention`).
+(`padded_attention`, quadratic in memory), goes user by user over blocks of queries (`blocked_attention`), or is one kernel on a
+GPU (`fused_attention`).
 """
 
 from __future__ import annotations
@@ -148,16 +149,19 @@ class Sequences:
         starts = torch.cumsum(lengths, 0) - lengths
         positions = torch.arange(len(self.items), device=device) - starts[users]
         history = lengths - torch.tensor(self.candidates, device=device)
-        return Layout(self, users, positions, history)
+        return Layout(self, users, positions, starts, lengths, history)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """users, positions: (T), of each token; history: (B), tokens before the candidates."""
+    """users, positions: (T), of each token; starts, lengths, history: (B), a user's first token, its tokens, those before its
+    candidates."""
 
     batch: Sequences
     users: Tensor
     positions: Tensor
+    starts: Tensor
+    lengths: Tensor
     history: Tensor
 
     @property
@@ -193,9 +197,9 @@ class RelativeBias(nn.Module):
     def forward(self, query: Tensor, key: Tensor, query_time: Tensor, key_time: Tensor) -> Tensor:
         """Positions and times (..., Q, 1) and (..., 1, K) to (..., Q, K)."""
         distance = (query - key).clamp(0, len(self.positions) - 1)
-        # log2 of 0 seconds and of 1 is bucket 0.
-        seconds = (query_time - key_time).clamp(min=1)
-        bucket = seconds.to(torch.float32).log2().to(torch.int64).clamp(max=len(self.times) - 1)
+        # log2 of 0 seconds and of 1 is bucket 0; exponents are exact, logarithms round.
+        seconds = (query_time - key_time).clamp(min=1).to(torch.float32)
+        bucket = (torch.frexp(seconds).exponent - 1).long().clamp(max=len(self.times) - 1)
         return self.positions[distance] + self.times[bucket]
 
 
@@ -246,6 +250,37 @@ def _block(
         scores = scores + bias(distance_from, keys, times[rows, None], times[: rows.stop]).to(q.dtype)
     weights = functional.silu(scores) / config.length * visible(queries, keys, history)
     return torch.einsum("hqk,khd->qhd", weights, v[: rows.stop])
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: RelativeBias | None, config: HSTUConfig
+) -> Tensor:
+    """One kernel over the jagged batch, 16-bit tensors on a GPU, forward only; elsewhere `blocked_attention`."""
+    if not q.is_cuda:
+        return blocked_attention(q, k, v, layout, bias, config)
+    return by_kernel(q, k, v, layout, bias, config)
+
+
+def by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: RelativeBias | None, config: HSTUConfig
+) -> Tensor:
+    """`fast.kernels.attention.pointwise`."""
+    from fast.kernels.attention.pointwise import pointwise_attention
+
+    tables = () if bias is None else (layout.batch.times, bias.positions, bias.times)
+    found: Tensor = pointwise_attention(
+        q,
+        k,
+        v,
+        layout.starts,
+        layout.lengths,
+        layout.history,
+        layout.batch.longest,
+        config.factor,
+        float(config.length),
+        *tables,
+    )
+    return found
 
 
 class PointwiseAttention(nn.Module):

@@ -277,6 +277,8 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 ELSEWHERE = {"attention_kernel"}
 # Attention of a cache: tests/fast/attention/test_attention.py.
 ELSEWHERE |= {"append_kernel", "attend_kernel", "combine_kernel"}
+# HSTU's: tests/fast/attention/test_pointwise.py.
+ELSEWHERE |= {"pointwise_attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
 ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
 # Optimizers: tests/fast/kernels/test_optim.py.

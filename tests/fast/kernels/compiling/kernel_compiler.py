@@ -279,6 +279,9 @@ def tile(arguments: dict[str, Any]) -> int:
     if "Q_BLOCK" in arguments:
         # Scores of a tile of attention.
         return int(arguments["M"] * arguments["N"])
+    if "QK" in arguments:
+        # Scores of a tile of attention without a softmax.
+        return int(arguments["ROWS"] * arguments["KEYS"])
     if "K_WIDTH" in arguments:
         return int(arguments["TOKENS"] * arguments["K_WIDTH"])
     if "WIDTH" in arguments and "SPLITS" in arguments:
