@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +35,7 @@ transformers = pytest.importorskip("transformers")
 yaml = pytest.importorskip("yaml")
 from tests.ao_lab.quantization.test_models import MODELS  # noqa: E402
 from tests.support.models.hf_models import dense_model, outputs, quantized_model  # noqa: E402
+from tests.support.runs import forks  # noqa: E402
 
 RESULTS = {
     "text": "sympy-1.14-aa", "tokens": 124, "device": "cpu", "against": "base",
@@ -326,9 +325,7 @@ def test_a_stranger_pastes_it(tmp_path):
         block
         + "\nprint(type(model).__name__, type(model.bert.encoder.layer[0].output.dense.weight).__name__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = forks.python("-c", script, server="transformers", cwd=tmp_path)
     assert done.stdout.split() == ["BertForMaskedLM", "QuantizedTensor"], done.stderr[-2000:]
 
 

@@ -5,8 +5,6 @@ import inspect
 import io
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from torch.nn import functional
 import ao_lab
 from ao_lab.compile.fused_linears import FuseLinears
 from ao_lab.compile.generation import WithoutModules, WithoutParts, guard_options
+from tests.support.runs import forks
 
 # What importing Inductor says of torch's own modules.
 pytestmark = pytest.mark.filterwarnings(
@@ -125,14 +124,12 @@ def test_a_pickle_is_read_where_nothing_was_prepared(tmp_path):
     with open(tmp_path / "config.pt", "wb") as file:
         pickle.dump((model.generation_config, ao_lab.compile_options()), file)
     code = (
-        "import pickle, sys; config, options = pickle.load(open(sys.argv[1], 'rb'));"
+        "import pickle, sys; assert 'ao_lab' not in sys.modules; config, options = pickle.load(open(sys.argv[1], 'rb'));"
         f"from torch._inductor.custom_graph_pass import CustomGraphPass; one = config.compile_config.options['{PASS}'];"
         f"assert isinstance(one, CustomGraphPass) and isinstance(options['{PASS}'], CustomGraphPass);"
         "print(one)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, tmp_path / "config.pt"], capture_output=True, text=True
-    )
+    ran = forks.python("-c", code, tmp_path / "config.pt", server="transformers")
     assert "FuseLinears of frozen model 1" in ran.stdout, ran.stderr
 
 

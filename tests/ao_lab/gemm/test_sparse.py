@@ -1,7 +1,5 @@
 """Kernels of 2:4 weights in the table of products, and what several of them ask."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from ao_lab.gemm.sparse import device_reason, kind_of
 from reference import SCHEMES
 from tests.ao_lab.gemm.capability import set_capability
+from tests.support.runs import forks
 
 
 def test_kernels_of_sparse_weights_stand_before_those_that_take_all_and_are_imported_for_such_a_weight():
@@ -27,7 +26,7 @@ import ao_lab.gemm.sparse
 print(PRODUCTS["sparse_int4"] is ao_lab.gemm.sparse.INT4, PRODUCTS["sparse_wgmma"] is ao_lab.gemm.sparse.WGMMA)
 print(torch.ops.ao_lab.cusparselt_mm)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = forks.python("-c", program)
     told = ["{'the weight is not in 2:4 storage'} False", "True True", "ao_lab.cusparselt_mm"]
     assert done.stdout.splitlines() == told, done.stderr
 

@@ -1,7 +1,5 @@
 """`ao_lab.jax.from_torch` and `to_torch`: one memory in two libraries, copies only where asked for or needed."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 import fast
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Quantized, Scales
+from tests.support.runs import forks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -144,11 +143,13 @@ def test_scales_and_none_parts():
 def test_what_from_torch_makes_is_a_pytree_at_once():
     """JAX may be imported after `reference`, and nothing else be called before `jax.jit`."""
     program = """
+import sys
+assert not {"jax", "fast", "reference"} & set(sys.modules)
 import torch, fast
 q = fast.quantize(torch.ones(4, 64), "mxfp4")
 from ao_lab import jax as functions
 import jax
 print(len(jax.tree.leaves(functions.from_torch(q))))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "2"
+    done = forks.python("-c", program, server="transformers")
+    assert done.stdout.split()[-1:] == ["2"], done.stderr

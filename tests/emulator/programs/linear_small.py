@@ -51,6 +51,7 @@ BY_DAY = ("int4_g32_asymmetric", "nvfp4", "int8_rowwise_asymmetric", "fp8_rowwis
 WITH_FACTORS = ("mxfp4", "mxfp8_e4m3", "nvfp4")
 #: Those of which every tile of experts is compared.
 TILED = ("int4_g32_asymmetric", "int4_g64", "int4_g128", "int8_rowwise", "fp8_1x128", *WITH_FACTORS)
+TILED_BY_DAY = ("nvfp4",)
 #: Scales that are factors: powers of two, and all of e4m3 that are no NaN, a smallest one and zero among them.
 FACTORS = {
     "float8_e8m0fnu": torch.arange(100, 140).to(torch.uint8), "float8_e4m3fn": torch.arange(127).to(torch.uint8),
@@ -225,6 +226,7 @@ PAIRS = (
 
 #: Schemes of which two weights are multiplied at once: every branch of addresses.
 TWO = ("int4_g128", "int4_g32_asymmetric", "int4_g128_asymmetric", "int8_rowwise_asymmetric", "fp8_rowwise")
+TWO_BY_DAY = TWO[1:2]
 
 
 def of_two(name: str) -> None:
@@ -346,7 +348,7 @@ def weights_agree(*names: str) -> None:
         if name != "nf4":
             of_experts(name)
         as_dense(name)
-        if name in TWO:
+        if name in (TWO_BY_DAY if by_day else TWO):
             of_two(name)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise", *WITH_FACTORS) if len(chosen) > 1 else ():
@@ -362,7 +364,7 @@ def weights_agree(*names: str) -> None:
             one_level_a_row(dtype)
         print("every level of nf4", flush=True)
     not_a_number()
-    for name in (name for name in chosen if name in TILED):
+    for name in (name for name in chosen if name in (TILED_BY_DAY if by_day else TILED)):
         tiles_of_experts(name)
         print("tiles of experts", name, flush=True)
     dispatch.has_kernels = lambda x: True
@@ -370,11 +372,13 @@ def weights_agree(*names: str) -> None:
     expert_products.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         length = 2 * max(128, block_of(name))
-        for shape in ((128, length), (70, odd_length(name))):
+        # By day what fills no tile, and of the first scheme what fills all.
+        whole, filled = (not by_day or name == BY_DAY[0]), (not by_day or name != BY_DAY[0])
+        for shape in [(128, length)] * whole + [(70, odd_length(name))]:
             preshuffled(name, *shape)
         if named(name).scale.block != "tensor" and name != "nf4" and not (by_day and name not in BY_DAY[:2]):
-            tensors_of_experts(name, 128, length)
-            tensors_of_experts(name, 72, odd_length(name) // 8 * 8)
+            for shape in [(128, length)] * whole + [(72, odd_length(name) // 8 * 8)] * filled:
+                tensors_of_experts(name, *shape)
         print("preshuffled", name, flush=True)
 
 
