@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ao_lab.compile.fused_linears import compile_options
 from ao_lab.kv_cache.attention import NAME
 from ao_lab.kv_cache.cache import KVCache
 from ao_lab.kv_cache.layer import KVLayer
@@ -97,8 +98,9 @@ class SelfSpeculation:
                 f"captured=True needs a model on a GPU, this one is on {device.type}; leave it out"
             )
         whole, early = NextTokens(model), NextTokens(_first_layers(model, exit_layer))
-        self.check: Callable[..., Tensor] = torch.compile(whole, dynamic=False) if compiled else whole
-        self.draft: Callable[..., Tensor] = torch.compile(early, dynamic=False) if compiled else early
+        options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
+        self.check: Callable[..., Tensor] = torch.compile(whole, **options) if compiled else whole
+        self.draft: Callable[..., Tensor] = torch.compile(early, **options) if compiled else early
         self._prefill = whole
         #: All tokens so far, with room for a round beyond the last; their number; accepted drafts; rounds.
         self.tokens = torch.zeros(1, max_length + drafts + 1, dtype=torch.int64, device=device)
@@ -162,7 +164,8 @@ class SelfSpeculation:
     @torch.no_grad()
     def round(self) -> None:
         """Drafts, check, and what is right of them, without a word to the host."""
-        last = self.tokens[0, self.length - 1].view(1, 1)
+        # An index of one dimension stays on the device.
+        last = self.tokens.index_select(1, (self.length - 1).view(1))
         drafted = [last]
         for _ in range(self.drafts):
             drafted.append(self.draft(drafted[-1], self.cache)[:, -1:].argmax(-1))

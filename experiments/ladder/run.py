@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,7 +45,10 @@ KIND, TRACE = "ladder", "trace"
 ONE, LARGEST = "batch 1", "largest batch"
 #: The largest batch of a stand-in.
 FEW = 2
-PARTS = (*(one.name for one in MODELS), acceptance.KIND)
+#: What `--only` names beside models and settings: rungs of the ladder, levers alone and left out, traces, acceptance.
+RUNGS, LEVERS = "rungs", "levers"
+GROUPS = (RUNGS, LEVERS, TRACE, acceptance.KIND)
+PARTS = (*(one.name for one in MODELS), ONE, LARGEST, *GROUPS)
 IDLE, BUSY, BATCH, CHANGE, ROUND = "idle share", "busy", "batch", "logits, change", "round"
 #: Runs that are timed: on a GPU, of a stand-in.
 RUNS = {"cuda": 10, "cpu": 2}
@@ -78,44 +81,69 @@ class Case:
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all models, or of those that `settings.only` names; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    real = published_shapes(settings)
-    subjects = subjects_of(settings)
+    chosen = Chosen.of(settings)
     bench = Bench(settings, journal, Deadline(settings.seconds))
-    bench.rows_of(KIND, bench.timed, [case for one in subjects for case in timed_cases(one, real)])
-    if not settings.only or acceptance.KIND in settings.only:
+    bench.rows_of(KIND, bench.timed, chosen.timed())
+    if acceptance.KIND in chosen.groups:
         bench.acceptances()
-    bench.rows_of(TRACE, bench.traced, [case for one in subjects for case in traced_cases(one, real)])
-    every = MODELS if real else STAND_INS
+    bench.rows_of(TRACE, bench.traced, chosen.traced())
+    every = MODELS if published_shapes(settings) else STAND_INS
     journal.add(summary_rows(settings, KIND, every, (ONE, LARGEST), journal.rows))
     return all_rows(settings, journal, bench.failed)
 
 
-def subjects_of(settings: Settings) -> list[Subject]:
-    """The models of a run: those that are named, or all; of a stand-in, those for which a name begins as a model's does."""
-    if published_shapes(settings):
-        return [one for one in MODELS if not settings.only or one.name in settings.only]
-    families = {one.partition("-")[0] for one in settings.only}
-    return [one for one in STAND_INS if not families or one.name.partition("-")[0] in families]
+@dataclass(frozen=True)
+class Chosen:
+    """What a run measures. real: whether at exact shapes; of a stand-in, whose compiler takes most of the time, levers alone
+    and traces are at batch 1 and not compiled."""
 
+    subjects: tuple[Subject, ...]
+    settings: tuple[str, ...]
+    groups: tuple[str, ...]
+    real: bool
 
-def timed_cases(one: Subject, real: bool) -> Iterator[Case]:
-    """The rungs of the ladder at all batches, then one lever alone and one left out; of a stand-in at batch 1, where compilers
-    of other rungs than the ladder's are left out."""
-    rungs = ladder(one.weights)
-    others = [x for x in configurations(one.weights) if x not in rungs and (real or not x.compiled)]
-    yield from cases_of(one, sorted(rungs, key=configurations(one.weights).index), one.batches)
-    yield from cases_of(one, others, one.batches if real else one.batches[:1])
+    @classmethod
+    def of(cls, settings: Settings) -> Chosen:
+        """What `--only` names, of each sort all where it names none; of stand-ins those whose names begin as a model's do. The
+        acceptance of trained models is no part of a model."""
+        only, real = settings.only, published_shapes(settings)
+        names = [one for one in only if one not in (ONE, LARGEST, *GROUPS)]
+        families = {one.partition("-")[0] for one in names}
+        subjects = tuple(
+            one
+            for one in (MODELS if real else STAND_INS)
+            if not names or (one.name in names if real else one.name.partition("-")[0] in families)
+        )
+        default = GROUPS[:-1] if names else GROUPS
+        groups = tuple(one for one in GROUPS if one in only) or default
+        return cls(
+            subjects, tuple(one for one in (ONE, LARGEST) if one in only) or (ONE, LARGEST), groups, real
+        )
 
+    def timed(self) -> list[Case]:
+        """Rungs of the ladder, then levers alone and left out; weights change least often."""
+        found: list[Case] = []
+        for one in self.subjects:
+            rungs, every = ladder(one.weights), configurations(one.weights)
+            if RUNGS in self.groups:
+                found += self.cases(one, [x for x in every if x in rungs], one.batches)
+            if LEVERS in self.groups:
+                others = [x for x in every if x not in rungs and (self.real or not x.compiled)]
+                found += self.cases(one, others, one.batches if self.real else one.batches[:1])
+        return found
 
-def traced_cases(one: Subject, real: bool) -> Iterator[Case]:
-    """The rungs of the ladder; of a stand-in at batch 1, and not compiled."""
-    rungs = [x for x in ladder(one.weights) if real or not x.compiled]
-    return cases_of(one, rungs, one.batches if real else one.batches[:1])
+    def traced(self) -> list[Case]:
+        """Rungs of the ladder."""
+        found: list[Case] = []
+        for one in self.subjects if TRACE in self.groups else ():
+            rungs = [x for x in ladder(one.weights) if self.real or not x.compiled]
+            found += self.cases(one, rungs, one.batches if self.real else one.batches[:1])
+        return found
 
-
-def cases_of(one: Subject, levers: Sequence[Levers], batches: Sequence[int]) -> Iterator[Case]:
-    """Weights change least often."""
-    yield from (Case(one, chosen, batch) for batch in batches for chosen in levers)
+    def cases(self, one: Subject, levers: Sequence[Levers], batches: Sequence[int]) -> list[Case]:
+        """Batch by batch."""
+        found = [Case(one, chosen, batch) for batch in batches for chosen in levers]
+        return [case for case in found if case.setting in self.settings]
 
 
 @dataclass
@@ -127,6 +155,7 @@ class Bench:
     deadline: Deadline
     failed: list[Row] = field(default_factory=list)
     _model: tuple[tuple[str, str], Any] | None = None
+    _largest: dict[str, int] = field(default_factory=dict)
     _plain: tuple[Any, torch.Tensor] | None = None
 
     def rows_of(self, kind: str, measure: Callable[[Case], Values], cases: Sequence[Case]) -> None:
@@ -185,8 +214,7 @@ class Bench:
         finally:
             if case.levers.compiled:
                 torch.compiler.reset()
-            gc.collect()
-            free()
+            self.give_back()
 
     def batch(self, case: Case) -> int:
         """Units of the batch at once."""
@@ -194,10 +222,13 @@ class Bench:
             return case.batch
         if self.settings.device != "cuda":
             return FEW
+        if case.subject.name in self._largest:
+            return self._largest[case.subject.name]
         with torch.device("meta"):
             weights = sum(one.numel() for one in case.subject.build("meta", 0).parameters())
         total = torch.cuda.get_device_properties(0).total_memory
         largest: int = case.subject.largest(total - 2 * weights)  # type: ignore[attr-defined]
+        self._largest[case.subject.name] = largest
         return largest
 
     def work(self, case: Case, levers: Levers) -> Work:
@@ -214,8 +245,13 @@ class Bench:
     def forget(self) -> None:
         """Give the model's memory back."""
         self._model = self._plain = None
-        gc.collect()
-        free()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Memory of a GPU that nothing holds any more."""
+        if self.settings.device == "cuda":
+            gc.collect()
+            free()
 
     def expected(self, case: Case) -> torch.Tensor:
         """Outputs of the same weights, eagerly by fused attention and a cache in bfloat16."""
@@ -228,11 +264,12 @@ class Bench:
 
     def timed(self, case: Case) -> Values:
         """Times of a configuration whose outputs are right and whose levers changed something."""
-        speculates, device = case.levers.speculation, torch.device(self.settings.device)
+        speculates, on_gpu = case.levers.speculation, self.settings.device == "cuda"
         expected = None if speculates else self.expected(case)
-        peak, started = Peak(device), time.perf_counter()
+        peak, started = Peak(torch.device(self.settings.device)), time.perf_counter()
         work, programs = self.work(case, case.levers), unique_graphs()
-        peak.begin()
+        if on_gpu:
+            peak.begin()
         work.prepare()
         if case.levers.compiled != (unique_graphs() > programs):
             raise Wrong("compiled did not change the model: the row would be of another rung")
@@ -246,9 +283,11 @@ class Bench:
         values: Values = {} if speculates else timing.values()
         if speculates:
             values[ROUND] = (1e3 * timing.median, "ms")
+        if on_gpu:
+            values["memory beside weights"] = ((peak.over() or 0) / 1e9, "GB")
         return {
             **values, **work.values(timing.median), BATCH: (self.batch(case), ""), CHANGE: change, "warm-up": (warm, "s"),
-            "memory beside weights": ((peak.over() or 0) / 1e9, "GB"), **host_values(self.settings.device),
+            **host_values(self.settings.device),
         }  # fmt: skip
 
     def seconds(self, work: Work) -> float:

@@ -231,7 +231,9 @@ MODELS: tuple[Subject, ...] = (
     CHAMELEON(name="chameleon-7b-text", shape=CHAMELEON_7B),
     CHAMELEON(name="chameleon-7b-image", shape=CHAMELEON_7B, image=True, context=544),
     Seamless(name="seamless-m4t-v2", unit="utterance", refused=SEAMLESS_REFUSED, seconds=(30.0, 150.0)),
-    Seamless(name="seamless-m4t-v2-beams", unit="utterance", beams=5, refused=SEAMLESS_REFUSED, seconds=(30.0, 150.0)),
+    Seamless(
+        name="seamless-m4t-v2-beams", unit="utterance", beams=5, refused=SEAMLESS_REFUSED, batches=(1,), seconds=(30.0, 150.0)
+    ),
     Ranker(
         name="hstu-dlrmv3", unit="request", config=DLRM_V3, candidates=2048, refused=HSTU_REFUSED,
         weights=HSTU_WEIGHTS,

@@ -16,6 +16,7 @@ import os
 import re
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -110,24 +111,42 @@ def kernel_of(event: Mapping[str, Any], scope: str | None) -> Kernel:
     return Kernel(event["name"], begin, begin + float(event["dur"]), scope or operator_of(str(event["name"])))
 
 
+@dataclass
+class Scope:
+    """An interval of the host; parent: the place of the scope around it, -1 for none."""
+
+    begin: float
+    end: float
+    operator: str
+    parent: int = -1
+
+
 class Scopes:
     """Scopes of the ladder by thread."""
 
     def __init__(self, annotations: Iterable[Mapping[str, Any]]) -> None:
-        self.by_thread: dict[Any, list[tuple[float, float, str]]] = {}
+        self.by_thread: dict[Any, list[Scope]] = {}
         for event in annotations:
             if str(event["name"]).startswith(SCOPE):
                 begin = float(event["ts"])
-                one = (begin, begin + float(event["dur"]), str(event["name"]).removeprefix(SCOPE))
+                one = Scope(begin, begin + float(event["dur"]), str(event["name"]).removeprefix(SCOPE))
                 self.by_thread.setdefault(event["tid"], []).append(one)
         for scopes in self.by_thread.values():
-            scopes.sort()
+            scopes.sort(key=lambda one: (one.begin, -one.end))
+            around: list[int] = []
+            for at, one in enumerate(scopes):
+                while around and scopes[around[-1]].end < one.end:
+                    around.pop()
+                one.parent = around[-1] if around else -1
+                around.append(at)
 
     def at(self, event: Mapping[str, Any]) -> str | None:
         """The innermost scope that the thread of an event is in at its beginning."""
-        time = float(event["ts"])
-        around = [one for one in self.by_thread.get(event["tid"], ()) if one[0] <= time <= one[1]]
-        return max(around)[2] if around else None
+        moment, scopes = float(event["ts"]), self.by_thread.get(event["tid"], [])
+        at = bisect_right(scopes, moment, key=lambda one: one.begin) - 1
+        while at >= 0 and scopes[at].end < moment:
+            at = scopes[at].parent
+        return scopes[at].operator if at >= 0 else None
 
 
 def outermost(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
