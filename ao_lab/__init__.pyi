@@ -101,6 +101,9 @@ from ao_lab.kv_cache.cache import use_kv_cache_ as use_kv_cache_
 from ao_lab.kv_cache.recipe import KVRecipe as KVRecipe
 from ao_lab.mods.api import apply_mods_ as apply_mods_
 from ao_lab.mods.api import undo_mods_ as undo_mods_
+from ao_lab.policy.api import Policy as Policy
+from ao_lab.policy.api import apply_policy_ as apply_policy_
+from ao_lab.policy.api import dispatch_ as dispatch_
 from ao_lab.probe.api import probe_ as probe_
 from ao_lab.probe.online import Probe as Probe
 from ao_lab.probe.report import ProbeReport as ProbeReport

@@ -1,0 +1,251 @@
+"""`dispatch_`: a recipe for each layer and product of a model in training, by measured time under a budget of error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.gemm.choices import device_name
+from ao_lab.policy.decide import Decision, least_time, loka, uniform
+from ao_lab.policy.options import (
+    LayerOptions,
+    Measure,
+    Option,
+    StepTime,
+    check_probed,
+    measured_times,
+    options_of,
+    step_seconds,
+)
+from ao_lab.probe.report import BUDGET, MOST_NOISE, ProbeReport
+from ao_lab.training.autograd import prepare
+from ao_lab.training.layers import LowPrecisionLinear, Settings, class_of, plain_again, train_by
+from ao_lab.transforms.layers import check_model
+from ao_lab.transforms.plan import all_or_none
+from ao_lab.tuning.samples import SampleInput
+from fast.user_cache import write_own
+from reference.training.recipe import Recipe, recipe_of
+
+FORMAT = 1
+#: Turns in which whole steps are timed.
+ROUNDS = 3
+#: A policy has drifted where outputs move by more than so many times what the budget allows (of squares), or gradients' errors
+#: grow as much beyond theirs: less is the noise of estimates, and a change recompiles.
+HYSTERESIS = 1.5
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What `dispatch_` decided. others: uniform policies and LoKA's rule on the same measurements.
+
+    device: of the measurements. digest: of the names and shapes of the model's linear layers.
+    """
+
+    decision: Decision
+    others: tuple[Decision, ...]
+    recipes: Mapping[str, Recipe]
+    device: str
+    digest: str
+
+    def __str__(self) -> str:
+        width = max(map(len, self.decision.options), default=0)
+        lines = [str(self.decision), *(str(one) for one in self.others)]
+        lines += [f"  {name:<{width}}  {option.name}" for name, option in self.decision.options.items()]
+        return "\n".join(lines)
+
+    def drifted(self, report: ProbeReport, hysteresis: float = HYSTERESIS) -> tuple[str, ...]:
+        """Why the policy no longer holds by a later report of the same model: lines of text; none where it does."""
+        variance, told = 0.0, []
+        for name, option in self.decision.options.items():
+            if not option.recipe:
+                continue
+            errors = report.site(name).candidates[option.recipe]
+            if "output" in option.products and errors.variance is not None:
+                variance += errors.variance.value
+            if (
+                "weight_grad" in option.products
+                and errors.noise is not None
+                and errors.noise.low > MOST_NOISE * hysteresis
+            ):
+                told.append(f"{name}: its gradient's error is {errors.noise.value:.2g} of the batch's noise")
+        if variance > self.decision.room * hysteresis:
+            room = self.decision.room**0.5
+            told.append(f"outputs move by {variance**0.5:.3g}, {room:.3g} is what they may")
+        return tuple(told)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for the same model on the same kind of GPU."""
+        told = {
+            "ao_lab_policy": FORMAT, "device": self.device, "model": self.digest, "torch": torch.__version__,
+            "recipes": {name: recipe.key for name, recipe in self.recipes.items()},
+            "decision": asdict(self.decision), "others": [asdict(one) for one in self.others],
+        }  # fmt: skip
+        write_own(Path(path), (json.dumps(told, indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, recipes: Iterable[str | Recipe] = ()) -> Policy:
+        """What `save` wrote, for a model. recipes: records of its names that are no recipes of this package.
+
+        ValueError for a file of another format or model, and for recipes that are unknown or have changed.
+        """
+        try:
+            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            if told["ao_lab_policy"] != FORMAT:
+                raise ValueError(f"it is of another version than {FORMAT}")
+            decision, others = _decision(told["decision"]), tuple(map(_decision, told["others"]))
+            keys, device, digest = told["recipes"], told["device"], told["model"]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is no policy as Policy.save writes it: {error}") from error
+        if digest != model_digest(model):
+            raise ValueError(
+                f"{path} is the policy of another model: names or shapes of linear layers differ"
+            )
+        given = {one.name: one for one in map(recipe_of, recipes)}
+        found = {name: given[name] if name in given else recipe_of(name) for name in keys}
+        changed = [name for name, recipe in found.items() if recipe.key != keys[name]]
+        if changed:
+            raise ValueError(f"{path} was decided with other records of {', '.join(changed)}; decide anew")
+        return cls(decision, others, found, device, digest)
+
+
+def _decision(told: Mapping[str, Any]) -> Decision:
+    options = {
+        name: Option(**{**one, "products": tuple(one["products"])}) for name, one in told["options"].items()
+    }
+    return Decision(**{**told, "options": options})
+
+
+def model_digest(model: nn.Module) -> str:
+    """Of the names and shapes of linear layers."""
+    lines = [
+        f"{name} {module.out_features}x{module.in_features}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def dispatch_(
+    model: nn.Module,
+    sample_input: SampleInput,
+    report: ProbeReport,
+    *,
+    recipes: Iterable[str | Recipe] | None = None,
+    budget: float = BUDGET,
+    most_noise: float = MOST_NOISE,
+    launches: str = "graph",
+    confirm: bool = False,
+    apply: bool = True,
+    measure: Measure = measured_times,
+) -> Policy:
+    """Let each linear layer train by the recipe, in the products, that make a step shortest within an error budget.
+
+    sample_input: as `tune` takes it; a step on it gives inputs and gradients that times are measured with. report: of `probe_`,
+    or of `Probe.report` in training, with the recipes as candidates; its sites are the layers that are meant. recipes: None for
+    all candidates of the report. budget: what outputs may move by, in their standard deviations, over all layers. most_noise:
+    the largest error of a weight's gradient over its minibatch's noise. launches: how the model will run, as for `tune`.
+    confirm: whether whole steps are timed too, of the choice and of every other policy that the budget allows, in turn; the
+    quickest of them is taken. apply: whether layers are converted (`ao_lab.convert_from_training_` undoes it), or the policy
+    only decided. measure: what times layers; the default measures on the device, where kernels exist; a CPU only emulates.
+
+    Dense is an option of every layer and every uniform policy is one of the choices: on the same measurements none that the
+    budget allows is quicker. Nothing is measured again in training; `Policy.drifted` says by a later report when to.
+
+    ValueError for recipes without errors in the report, no common layers, budgets that are not positive, and layers that train
+    by a recipe already. After an error the model is as it was.
+    """
+    check_model(model)
+    if not budget > 0 or not most_noise > 0:
+        raise ValueError(f"budget and most_noise are positive, got {budget!r} and {most_noise!r}")
+    records = [recipe_of(one) for one in (report.candidates if recipes is None else recipes)]
+    check_probed(report, records)
+    modules = dict(model.named_modules())
+    names = [line.name for line in report.sites if isinstance(modules.get(line.name), nn.Linear)]
+    for name in names:
+        if isinstance(known := class_of(modules[name]), str):
+            raise ValueError(f"{name}: {known}")
+    layers = options_of(report, measure(model, sample_input, records, names, launches), records, most_noise)
+    policy = decided(model, layers, records, room_of(report, budget))
+    if confirm:
+        policy = confirmed(model, sample_input, policy)
+    if apply:
+        apply_policy_(model, policy)
+    return policy
+
+
+def decided(
+    model: nn.Module, layers: Sequence[LayerOptions], records: Sequence[Recipe], room: float
+) -> Policy:
+    """The policy of layers' options."""
+    others = [uniform(layers, name, room) for name in ("", *(one.name for one in records))]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return Policy(
+        least_time(layers, room), (*others, loka(layers, room)), {one.name: one for one in records},
+        device_name(device), model_digest(model),
+    )  # fmt: skip
+
+
+def confirmed(
+    model: nn.Module,
+    sample_input: SampleInput,
+    policy: Policy,
+    timed: StepTime = step_seconds,
+    rounds: int = ROUNDS,
+) -> Policy:
+    """The policy whose whole step is quickest of those within the budget, timed in turn; the model is then as it was."""
+    able = [policy.decision, *(one for one in policy.others if one.fits)]
+    best = [float("inf")] * len(able)
+    for _ in range(rounds):
+        for at, one in enumerate(able):
+            apply_policy_(model, replace(policy, decision=one))
+            try:
+                best[at] = min(best[at], timed(model, sample_input))
+            finally:
+                _dense_again(model)
+    # Of two alike the first, which is the choice by layers.
+    first = min(range(len(able)), key=lambda at: best[at])
+    chosen = able[first]
+    rest = tuple(one for one in (policy.decision, *policy.others) if one is not chosen)
+    return replace(policy, decision=chosen, others=rest)
+
+
+def _dense_again(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLinear):
+            plain_again(module)
+
+
+def room_of(report: ProbeReport, budget: float) -> float:
+    """The square of what outputs may move by; ValueError where the report does not know the outputs."""
+    outputs = [one.outputs for one in report.models.values()]
+    if not outputs:
+        raise ValueError(
+            "the report has no outputs of the model, in whose standard deviations the budget is; use probe_'s"
+        )
+    return float((budget * outputs[0]) ** 2)
+
+
+def apply_policy_(model: nn.Module, policy: Policy, *, pad: bool = True) -> tuple[str, ...]:
+    """Let layers train as a policy says; names of those that are not dense. After an error nothing has changed."""
+    if policy.digest != model_digest(model):
+        raise ValueError("this is the policy of another model: names or shapes of linear layers differ")
+    modules: dict[str, Any] = dict(model.named_modules())
+    changed = [(name, option) for name, option in policy.decision.options.items() if option.recipe]
+    with all_or_none(
+        lambda module: plain_again(module) if isinstance(module, LowPrecisionLinear) else None
+    ) as begun:
+        for name, option in changed:
+            record = prepare(policy.recipes[option.recipe])["+".join(option.products)]
+            begun.append(modules[name])
+            train_by(modules[name], Settings(record, pad))
+    return tuple(name for name, _ in changed)
+
+
+__all__ = ["Policy", "apply_policy_", "dispatch_", "room_of"]

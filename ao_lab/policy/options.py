@@ -1,0 +1,214 @@
+"""What each layer could train by: recipes, cut to the products that run in low precision, with measured times and errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.gemm.choices import DENSE, SUBSETS, choices_for
+from ao_lab.probe.report import ProbeReport, SiteErrors
+from ao_lab.training.api import convert_for_training_, convert_from_training_
+from ao_lab.training.layers import steps
+from ao_lab.tuning.candidates import Limits, choices_of
+from ao_lab.tuning.measure import release
+from ao_lab.tuning.samples import SampleInput, TrainingSample, record, untouched
+from ao_lab.tuning.samples import _backward as backward_of
+from ao_lab.tuning.samples import _output as output_of
+from reference.training.recipe import PRODUCTS, Recipe, recipe_of
+
+#: (recipe, subset of its products) to seconds of a layer's forward and backward; of subsets that were measured.
+Times = Mapping[tuple[str, str], float]
+#: Steps that are timed.
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way for a layer to train. recipe: "" for dense; products: those in low precision, of PRODUCTS.
+
+    seconds: of forward and backward with casts. variance: what it adds to the mean square change of the model's outputs.
+    noise: the error of the weight's gradient over its minibatch's noise (None: not known, or not in low precision). mere: the
+    mean relative error of outputs. reason: why it is not to be taken whatever the budget; "" where it may be.
+    """
+
+    recipe: str
+    products: tuple[str, ...]
+    seconds: float
+    variance: float = 0.0
+    noise: float | None = None
+    mere: float = 0.0
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if not self.recipe:
+            return DENSE
+        whole = len(self.products) == len(PRODUCTS)
+        return self.recipe if whole else f"{self.recipe} ({', '.join(self.products)})"
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """A layer, its weight's shape (N, K), and its options, dense first."""
+
+    name: str
+    shape: tuple[int, int]
+    options: tuple[Option, ...]
+
+    @property
+    def dense(self) -> Option:
+        """The option without low precision."""
+        return self.options[0]
+
+
+def check_probed(report: ProbeReport, recipes: Sequence[Recipe]) -> None:
+    """ValueError for recipes that the report does not know."""
+    unknown = [one.name for one in recipes if one.name not in report.candidates]
+    if unknown:
+        raise ValueError(
+            f"the report has no errors of {', '.join(unknown)}; probe_ the model with these candidates: it has "
+            f"{', '.join(report.candidates)}"
+        )
+
+
+def options_of(
+    report: ProbeReport, times: Mapping[str, Times], recipes: Sequence[Recipe], most_noise: float
+) -> list[LayerOptions]:
+    """The options of each site of a report that was timed. ValueError where a dense layer was not."""
+    layers = []
+    for line in report.sites:
+        timed = times.get(line.name)
+        if timed is None:
+            continue
+        dense = [seconds for (_, subset), seconds in timed.items() if subset == DENSE]
+        if not dense:
+            raise ValueError(
+                f"{line.name}: times have none of the dense layer. Without units of 8-bit floats (on a CPU) products are "
+                f"emulated and not timed; run this on the GPU that the model trains on, or give measure="
+            )
+        options = [Option("", (), min(dense))]
+        for recipe in recipes:
+            for subset in SUBSETS[:-1]:
+                if (seconds := timed.get((recipe.name, subset))) is not None:
+                    options.append(_option(recipe, subset, seconds, line.candidates[recipe.name], most_noise))
+        layers.append(LayerOptions(line.name, line.shape, tuple(options)))
+    return layers
+
+
+def _option(recipe: Recipe, subset: str, seconds: float, errors: SiteErrors, most_noise: float) -> Option:
+    products = tuple(subset.split("+"))
+    output, gradient = "output" in products, "weight_grad" in products
+    noise = errors.noise.value if gradient and errors.noise is not None else None
+    reason = errors.reason
+    if not reason and output and errors.variance is None:
+        reason = "the report has no variance of its outputs"
+    if not reason and noise is not None and noise > most_noise:
+        reason = f"its gradient's error is {noise:.2g} of the batch's noise, more than {most_noise:g}"
+    variance = errors.variance.value if output and errors.variance is not None else 0.0
+    mere = errors.mere.value if output and errors.mere is not None else 0.0
+    return Option(recipe.name, products, seconds, variance, noise, mere, reason)
+
+
+def measured_times(
+    model: nn.Module,
+    sample_input: SampleInput,
+    recipes: Sequence[Recipe],
+    names: Sequence[str],
+    launches: str,
+) -> dict[str, Times]:
+    """Seconds of each named layer by recipe and subset, on its device, from one step on sample_input.
+
+    The kernel of each product is chosen by time as `tune` does, and stays chosen in this process. The model is afterwards as it
+    was.
+    """
+    samples = layer_samples(model, sample_input, names)
+    known: dict[Any, Times] = {}
+    result: dict[str, Times] = {}
+    limits = Limits(launches=launches)
+    try:
+        for name, sample in samples.items():
+            key = (tuple(sample.w.shape), tuple(sample.x.shape), sample.x.dtype)
+            if key not in known:
+                known[key] = {
+                    (recipe.name, subset): seconds
+                    for recipe in recipes
+                    for subset, seconds in _timed(sample, recipe, limits).items()
+                }
+            result[name] = known[key]
+    finally:
+        release()
+    return result
+
+
+def _timed(sample: TrainingSample, recipe: Recipe, limits: Limits) -> dict[str, float]:
+    one = replace(sample, recipe=recipe, steps=steps(recipe))
+    table, found = choices_for(sample.x.device), {}
+    for choice in choices_of(one.of_rows(sample.x.shape[0]), limits):
+        table.add(choice)
+        if choice.problem.direction == "training":
+            found = {c.kernel: c.seconds for c in choice.candidates if c.seconds is not None}
+    return found
+
+
+def layer_samples(
+    model: nn.Module, sample_input: SampleInput, names: Sequence[str]
+) -> dict[str, TrainingSample]:
+    """Inputs, weight and output gradient of each named layer; the model is converted for that, and is then as it was."""
+    wanted = set(names)
+    probe = recipe_of("rowwise")
+    convert_for_training_(model, probe, lambda module, name: name in wanted, pad=True)
+    try:
+        shared = {
+            sample.name: sample
+            for sample in record(model, sample_input)
+            if isinstance(sample, TrainingSample)
+        }
+    finally:
+        convert_from_training_(model)
+    by_shape = {tuple(one.w.shape): one for one in shared.values() if one.g is not None}
+    modules = dict(model.named_modules())
+    found = {}
+    for name in names:
+        weight: Any = modules[name]._parameters["weight"]
+        sample = by_shape.get(tuple(weight.shape))
+        if sample is not None:
+            found[name] = replace(sample, name=name)
+    return found
+
+
+StepTime = Callable[[nn.Module, SampleInput], float]
+
+
+def step_seconds(model: nn.Module, sample_input: SampleInput) -> float:
+    """Seconds of a forward and a backward on a sample, the least of a few after one that is not timed."""
+    device = next(model.parameters()).device
+    taken = []
+    with untouched(model, sample_input):
+        for _ in range(STEPS + 1):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            backward_of(output_of(model, sample_input))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - started)
+    return min(taken[1:])
+
+
+Measure = Callable[[nn.Module, SampleInput, Sequence[Recipe], Sequence[str], str], Mapping[str, Times]]
+__all__ = [
+    "LayerOptions",
+    "Measure",
+    "Option",
+    "StepTime",
+    "Times",
+    "measured_times",
+    "options_of",
+    "step_seconds",
+]
