@@ -126,10 +126,12 @@ def attention_error_bound(
     mask: Array | None = None,
     length: Any = None,
     softcap: float | None = None,
+    products: float = 0.0,
 ) -> F64:
     """The most by which a kernel of float32 sums may differ from `attention` before its rounding: float64 (B, H, T, D of v).
 
-    weights: dtype in which softmax's weights enter the second product (`WEIGHTS`). Other arguments as in `attention`.
+    weights: dtype in which softmax's weights enter the second product (`WEIGHTS`). products: relative roundoff of each product
+    of scores beside float32's, where queries are rounded with the scales of channels. Other arguments as in `attention`.
     """
     choice(weights, tuple(WEIGHTS), "weights")
     p, _ = _problem(q, k, v, scale, causal, mask, length, softcap)
@@ -139,7 +141,7 @@ def attention_error_bound(
     unnormalized, total = _weights(p.scores)
     magnitudes = _by_heads(np.abs(p.q), np.abs(p.k).swapaxes(-1, -2)) * abs(p.scale)
     distance = np.where(seen, -np.log(np.maximum(unnormalized, 1e-300)), 0.0)
-    moved = gamma(width + 4) * magnitudes + 2.0**-22 * (distance + 1)
+    moved = (gamma(width + 4) + products) * magnitudes + 2.0**-22 * (distance + 1)
     most = np.where(seen, moved, 0.0).max(axis=-1, keepdims=True, initial=0.0)
     grown = np.exp(2 * most) * (1 + roundoff) * (1 + 2 * gamma(keys + 8)) - 1
     values = np.abs(p.v)

@@ -32,6 +32,8 @@ from reference.schemes.schemes import record_of
 NEGATIVE = tl.constexpr(sum(1 << at for at, sign in enumerate(SIGNS_16) if sign < 0))
 #: Elements of a program, and of a thread.
 ELEMENTS, PER_THREAD = 1024, 8
+#: Tokens of groups of keys by channel.
+GROUPS = (32, 64, 128)
 #: One program in the upper half of the number of tokens.
 ARRIVED = tl.constexpr(1 << 32)
 
@@ -91,7 +93,9 @@ def _write(
         there_too = there & ((at < SINKS) | (at >= position + tokens - RING))
         slot = pair * (SINKS + RING) + _slot(at, SINKS, RING)
         tl.store(computed + slot[:, None] * WIDTH + d[None, :], as_computed, mask=there_too[:, None])
-    if SCHEME is None:
+    if codes is None:
+        pass  # groups along tokens are written when they are full
+    elif SCHEME is None:
         tl.store(codes + line * WIDTH + t[:, None] * WIDTH + d[None, :], as_computed, mask=there[:, None])
     else:
         PER: tl.constexpr = WIDTH // GROUP
@@ -141,6 +145,50 @@ def append_kernel(
         tl.store(length, position + tokens)
 
 
+@triton.jit
+def group_kernel(
+    computed, scratch, codes, scale, zero, length, room,
+    SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The group that the last token has filled, quantized by channel; a program has some channels of a head.
+
+    scratch: (pairs, GROUP, WIDTH) bytes, for codes before they are packed.
+    """
+    count = tl.load(length)
+    if (count % GROUP == 0) & (count > 0):
+        pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS
+        c, t = first + tl.arange(0, CHANNELS)[:, None], tl.arange(0, GROUP)[None, :]
+        slot = pair * (SINKS + RING) + _slot(count - GROUP + t, SINKS, RING)
+        tile = tl.load(computed + slot * WIDTH + c).to(tl.float32)
+        line = pair * (room // GROUP) + count // GROUP - 1
+        inside = tl.full((CHANNELS, GROUP), 1, tl.int1)
+        scale += line * WIDTH
+        if zero is not None:
+            zero += line * WIDTH
+        out = codes + (pair * room + count - GROUP) * (WIDTH * BITS // 8)
+        scratch += pair * (GROUP * WIDTH)
+        quantize_rows(tile, scratch, scale, zero, t * WIDTH + c, inside, c, c >= 0, SCHEME, OP)
+        tl.debug_barrier()
+        PER: tl.constexpr = 8 // BITS
+        b, n = tl.arange(0, CHANNELS // PER)[None, :], tl.arange(0, GROUP)[:, None]
+        packed = tl.zeros((GROUP, CHANNELS // PER), tl.uint8)
+        for i in tl.static_range(PER):
+            code = tl.load(scratch + n * WIDTH + first + b * PER + i)
+            packed |= (code & ((1 << BITS) - 1)) << (i * BITS)
+        tl.store(out + n * (WIDTH * BITS // 8) + first // PER + b, packed)
+
+
+@lru_cache(maxsize=64)
+def _group_plan(scheme: str, dtype: torch.dtype) -> Any:
+    """What `outputs` says of a group's tokens as a row, codes not packed; None where no tile has them."""
+    record = record_of(scheme)
+    if record.format.bits not in (2, 4, 8) or record.scale.block not in GROUPS:
+        return None
+    like = torch.empty((1, record.scale.block), dtype=dtype, device="meta")
+    return outputs(like, FLOAT_NAMES[dtype], record, False)
+
+
 @lru_cache(maxsize=64)
 def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
     """What `outputs` says of rows of this width, or None where no tile has their blocks."""
@@ -151,15 +199,21 @@ def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
 
 def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredTokens) -> bool:
     """Whether the kernel writes these tokens."""
+    if values.axis == 2:
+        return False
     for x, stored in ((k, keys), (v, values)):
         width = x.shape[-1]
-        # Groups along tokens, and scales that are there before, are written by operations of torch.
-        if stored.axis == 2 or stored.static:
+        # Scales that are there before, and a prompt's groups along tokens, are written by operations of torch.
+        if stored.static or (stored.axis == 2 and x.shape[2] > 1):
+            return False
+        if stored.axis == 2 and _group_plan(stored.scheme, x.dtype) is None:
             return False
         if x.dtype not in FLOAT_NAMES or width & (width - 1) or not 64 <= width <= 256 or x.stride(-1) != 1:
             return False
         if stored.scheme:
-            if x.dtype == torch.float32 or _plan(stored.scheme, x.dtype, width) is None:
+            if x.dtype == torch.float32 or (
+                stored.axis == 3 and _plan(stored.scheme, x.dtype, width) is None
+            ):
                 return False
         elif stored.codes.dtype != x.dtype:
             return False
@@ -177,11 +231,11 @@ def append(
     """Write tokens that `covers` lets through, and raise `length`."""
     batch, heads, tokens, k_width = k.shape
     window = (keys if keys.scheme else values).window
-    v_width, room = v.shape[-1], keys.codes.shape[2]
+    v_width, room = v.shape[-1], values.codes.shape[2]
     tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
     parts: list[Any] = []
     for x, stored in ((k, keys), (v, values)):
-        plan = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme else None
+        plan = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme and stored.axis == 3 else None
         parts += (
             [None, None, 0, 0]
             if plan is None
@@ -193,10 +247,28 @@ def append(
         {} if interpreted() else {"num_warps": warps, "debug": True, "sanitize_overflow": False, **UNFUSED}
     )
     factor = float(np.float32(1 / sqrt(k_width)))
+    by_channel = keys.axis == 2
+    written = (None, None, None) if by_channel else (keys.codes, keys.scale, keys.zero)
     append_kernel[batch * heads, -(-tokens // tile), 2](
-        k, v, keys.codes, keys.scale, keys.zero, keys.computed, values.codes, values.scale, values.zero, values.computed,
+        k, v, *written, keys.computed, values.codes, values.scale, values.zero, values.computed,
         length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, *parts, heads, rotate, k_width, v_width, tile,
         window.sinks, window.ring, FLOAT_NAMES[k.dtype], not interpreted(), **options,
+    )  # fmt: skip
+    if by_channel:
+        _append_group(keys, length, k)
+
+
+def _append_group(keys: StoredTokens, length: torch.Tensor, k: torch.Tensor) -> None:
+    """Quantize the group of keys that a token has filled, if it has; `length` counts it already."""
+    batch, heads, _, width = k.shape
+    record, plan = record_of(keys.scheme), _group_plan(keys.scheme, k.dtype)
+    group, window = keys.window.group, keys.window
+    channels = max(16, min(width, ELEMENTS // group))
+    scratch = torch.empty((batch * heads, group, width), dtype=torch.uint8, device=k.device)
+    options = {} if interpreted() else {"num_warps": channels * group // (32 * PER_THREAD), **UNFUSED}
+    group_kernel[batch * heads, width // channels](
+        keys.computed, scratch, keys.codes, keys.scale, keys.zero, length, keys.codes.shape[2], plan.rule, plan.block_op, group,
+        width, record.format.bits, window.sinks, window.ring, channels, **options,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from fast.kernels.bits import INFINITY, bits_of, float_of
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
 from fast.stored_tokens import StoredTokens
+from reference.attention.window import ALL_STORED
 from reference.schemes.schemes import record_of
 
 LOG2E = 1.4426950408889634
@@ -216,6 +217,31 @@ def _scores(queries, factors, keys, scales, PLACES: tl.constexpr, SCALES: tl.con
 
 
 @triton.jit
+def _scores_by_channel(queries, factor, keys, scales, zeros, d, PLACES: tl.constexpr, KIND: tl.constexpr,
+                       HAS_PTX: tl.constexpr):  # fmt: skip
+    """Of a group of tokens whose keys have a scale, and perhaps a zero point, a channel: queries take the scales.
+
+    They are rounded to float16 with them; zero points are taken off by the same numbers.
+    """
+    scaled = ()
+    for i in tl.static_range(PLACES):
+        scaled += (queries[i].to(tl.float32) * tl.load(scales + d * PLACES + i)[None, :],)
+    halves, power = _divided(scaled)
+    words = decoded(tl.load(keys), KIND, HAS_PTX)
+    scores = tl.dot(halves[0], words[0].T)
+    for i in tl.static_range(1, PLACES):
+        scores = tl.dot(halves[i], words[i].T, scores)
+    if zeros is not None:
+        beside = tl.sum(halves[0].to(tl.float32) * tl.load(zeros + d * PLACES).to(tl.float32)[None, :], 1)
+        for i in tl.static_range(1, PLACES):
+            beside += tl.sum(
+                halves[i].to(tl.float32) * tl.load(zeros + d * PLACES + i).to(tl.float32)[None, :], 1
+            )
+        scores = scores - beside[:, None]
+    return scores * (power * factor)[:, None]
+
+
+@triton.jit
 def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr,
            PART: tl.constexpr, KIND: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
     """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. DTYPE: of 16-bit values' products."""
@@ -233,15 +259,15 @@ def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: t
 
 
 @triton.jit
-def _stored(count, RING: tl.constexpr):
-    """How many tokens are read as they are stored, sinks included."""
-    return tl.maximum(count - RING, 0)
+def _stored(count, RESIDUAL: tl.constexpr, GROUP: tl.constexpr):
+    """How many tokens are read as they are stored, sinks included (`reference.attention.window`)."""
+    return tl.maximum(tl.minimum(count - RESIDUAL, count - count % GROUP), 0)
 
 
 @triton.jit
 def _of_computed(queries, keys, values, mask, split, count, factor, top, total, sums, PLACES: tl.constexpr,
                  SCALES: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, SINKS: tl.constexpr,
-                 RING: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+                 RING: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
     """Attention of single tokens to what the slots hold, where the part is the first; keys, values: of this head."""
     d, n = tl.arange(0, PART), tl.arange(0, SLOTS_AT_ONCE)
     DTYPE: tl.constexpr = queries[0].dtype if HAS_PTX else tl.float32
@@ -251,7 +277,11 @@ def _of_computed(queries, keys, values, mask, split, count, factor, top, total, 
         if RING > 0:
             back = (count - 1 - slot) % RING
             at = tl.where(slot < SINKS, slot, count - 1 - tl.where(back < 0, back + RING, back))
-        seen = (slot < SINKS + RING) & (at < count) & ((slot < SINKS) | (at >= SINKS))
+        seen = (
+            (slot < SINKS + RING)
+            & (at < count)
+            & ((slot < SINKS) | (at >= tl.maximum(_stored(count, RESIDUAL, GROUP), SINKS)))
+        )
         if HAS_MASK:
             seen = seen & (tl.load(mask + at, mask=seen, other=0) != 0)
         line = slot[:, None] * WIDTH + d[None, :] * PLACES
@@ -275,26 +305,33 @@ def _of_computed(queries, keys, values, mask, split, count, factor, top, total, 
 @triton.jit
 def attend_kernel(
     q, k, k_scale, v, v_scale, k_computed, v_computed, length, mask, y, parts, stats, factor, q_batch, q_head, q_token,
-    mask_batch, mask_token, room, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    mask_batch, mask_token, k_room, room, k_zero, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     KIND: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+    RESIDUAL: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token.
 
-    The first SINKS and the last RING tokens are read as they were computed, by the first part.
+    The first SINKS and the last tokens are read as they were computed, by the first part. GROUP above 1: keys have scales and
+    zero points by channel of as many tokens, a step.
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
-    first, end = _part_of(_stored(count, RING), split, SPLITS, BLOCK)
+    first, end = _part_of(_stored(count, RESIDUAL, GROUP), split, SPLITS, BLOCK)
     WORDS: tl.constexpr = WIDTH // PLACES
     PART: tl.constexpr = WORDS // SCALES
     row, d, n = tl.arange(0, ROWS), tl.arange(0, PART), tl.arange(0, BLOCK)
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     pair = (batch * KV_HEADS + kv_head).to(tl.int64)
-    k += pair * room * WORDS
+    k += pair * k_room * WORDS
     v += pair * room * WORDS
-    k_scale += pair * room * SCALES
+    if GROUP > 1:
+        k_scale += pair * (k_room // GROUP) * WIDTH
+        if k_zero is not None:
+            k_zero += pair * (k_room // GROUP) * WIDTH
+    else:
+        k_scale += pair * room * SCALES
     v_scale += pair * room * SCALES
     if HAS_MASK:
         mask += batch.to(tl.int64) * mask_batch
@@ -311,22 +348,29 @@ def attend_kernel(
         slots = pair * ((SINKS + RING) * WIDTH)
         top, total, sums = _of_computed(
             queries, k_computed + slots, v_computed + slots, mask, split, count, factor, top, total, sums, PLACES, SCALES, PART,
-            WIDTH, HAS_MASK, SINKS, RING, HAS_PTX,
+            WIDTH, HAS_MASK, SINKS, RING, RESIDUAL, GROUP, HAS_PTX,
         )  # fmt: skip
     factors = factor
-    if KIND != "value":
+    if KIND != "value" and GROUP == 1:
         queries, power = _divided(queries)
         factors = (power * factor)[:, None]
-    elif not HAS_PTX:
+    elif not HAS_PTX and KIND == "value":
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         queries = (queries[0].to(tl.float32),)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         at = start + n
         inside = tl.minimum(at, room - 1)
         line = inside[:, None] * WORDS + d[None, :]
-        scores = _scores(
-            queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, HAS_PTX
-        )
+        if GROUP > 1:
+            group = start // GROUP * WIDTH
+            zeros = None if k_zero is None else k_zero + group
+            scores = _scores_by_channel(
+                queries, factor, k + line, k_scale + group, zeros, d, PLACES, KIND, HAS_PTX
+            )
+        else:
+            scores = _scores(
+                queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, HAS_PTX
+            )
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
         if SINKS > 0:
             scores = tl.where((at >= SINKS)[None, :], scores, float("-inf"))
@@ -360,12 +404,12 @@ def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel
 @triton.jit
 def combine_kernel(
     parts, stats, length, y, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row of queries: its parts, CHUNK at a time, weighted by the sums of their exponentials."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(length).to(tl.int32)
-    blocks = tl.cdiv(_stored(count, RING), BLOCK)
+    blocks = tl.cdiv(_stored(count, RESIDUAL, GROUP), BLOCK)
     # Parts that have a token; the first one has those that are read as computed.
     live = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1)), 1)
     d, c = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
@@ -408,11 +452,13 @@ PLANS = {
     ("value", 1): Plan(528, 64, 4, 3), ("fp8", 1): Plan(264, 128, 4, 2), ("int8", 1): Plan(264, 128, 4, 2),
     ("int4", 1): Plan(264, 128, 4, 2), ("int4", 2): Plan(264, 64, 1, 3),
 }  # fmt: skip
+#: Tokens of a group of keys with scales by channel: a step's.
+GROUPS = (32, 64, 128)
 
 
-def plan_of(kind: tuple[str, int], heads: int, room: int) -> Plan:
-    """Splits fixed by the room of the cache and by how many key heads there are in all."""
-    most = PLANS[kind]
+def plan_of(kind: tuple[str, int], heads: int, room: int, group: int = 1) -> Plan:
+    """Splits fixed by the room of the cache and by how many key heads there are in all; a step is a group's tokens."""
+    most = PLANS[kind] if group == 1 else replace(PLANS[kind], block=group)
     return replace(most, splits=max(1, min(-(-most.splits // heads), -(-room // max(FEWEST, most.block)))))
 
 
@@ -421,10 +467,16 @@ def kind_of(stored: StoredTokens) -> tuple[str, int] | None:
     if not stored.scheme:
         return ("value", 1) if stored.codes.dtype in (torch.bfloat16, torch.float16) else None
     scheme = record_of(stored.scheme)
-    if stored.axis == 2 or stored.static:
+    if stored.static:
         return None
-    plain = scheme.zero is None and scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
-    kind = KINDS.get(scheme.element, ""), 0 if stored.scale is None else stored.scale.shape[-1]
+    plain = scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
+    by_channel = stored.axis == 2
+    if by_channel:
+        plain &= scheme.scale.block in GROUPS and (scheme.zero is None or scheme.zero.rule == "code")
+    else:
+        plain &= scheme.zero is None
+    scales = 1 if by_channel or stored.scale is None else stored.scale.shape[-1]
+    kind = KINDS.get(scheme.element, ""), scales
     return kind if plain and kind in PLANS else None
 
 
@@ -434,14 +486,13 @@ def refusal(
     """Why no kernel here multiplies these, or None."""
     kinds = kind_of(k), kind_of(v)
     if kinds[0] is None or kinds[0] != kinds[1]:
-        for name, x in (("keys", k), ("values", v)):
-            if x.axis == 2:
-                return f"no kernel decodes {name} with scales along tokens"
-            if x.static:
-                return f"no kernel takes static scales of {name}"
+        if k.static or v.static:
+            return "no kernel takes static scales"
         return (
             f"no kernel decodes keys in {k.scheme or k.codes.dtype} and values in {v.scheme or v.codes.dtype}"
         )
+    if v.axis == 2:
+        return "no kernel decodes values with scales by channel"
     if q.dtype not in (torch.bfloat16, torch.float16) or (not k.scheme and k.codes.dtype != q.dtype):
         return f"kernels take 16-bit queries, and a cache of values in their dtype; got {q.dtype}"
     if k.width != v.width or k.width not in WIDTHS:
@@ -463,11 +514,13 @@ def attention(
 ) -> torch.Tensor:  # fmt: skip
     """(B, H, T, D), whose memory is (B, T, H, D); operands as `refusal` lets through. plan: for measurements."""
     batch, heads, tokens, width = q.shape
-    kv_heads, room = k.shape[1:3]
+    kv_heads, room = v.shape[1:3]
+    by_channel = k.axis == 2
     described = kind_of(k)
     assert described is not None
     kind, scales_of_token = described
-    plan = plan_of(described, batch * kv_heads, room) if plan is None else plan
+    step = k.window.group if by_channel else 1
+    plan = plan_of(described, batch * kv_heads, room, step) if plan is None else plan
     group = heads // kv_heads
     rows = max(ROWS, power_above(group * tokens))
     y = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
@@ -490,21 +543,22 @@ def attention(
     scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
     codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
     computed: tuple[Any, Any] = (y, y)
-    sinks = ring = 0
+    window = ALL_STORED
     if k.computed is not None and v.computed is not None:
-        computed, sinks, ring = (k.computed, v.computed), k.window.sinks, k.window.ring
+        computed, window = (k.computed, v.computed), k.window
     options = {} if interpreted() else {"num_warps": plan.warps}
     attend_kernel[plan.splits, kv_heads, batch](
         q, codes[0], scales[0], codes[1], scales[1], *computed, length, masks[0], y, parts, stats, scale * LOG2E,
-        *q.stride()[:3], *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
+        *q.stride()[:3], *masks[1:], k.shape[2], room, k.zero, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
         PLACES=width // codes[0].shape[-1], SCALES=scales_of_token, ROWS=rows, BLOCK=plan.block, SPLITS=plan.splits,
-        HAS_MASK=mask is not None, CAUSAL=causal, SINKS=sinks, RING=ring, STAGES=plan.stages, HAS_PTX=not interpreted(),
-        **options,
+        HAS_MASK=mask is not None, CAUSAL=causal, SINKS=window.sinks, RING=window.ring, RESIDUAL=window.residual,
+        GROUP=window.group, STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
     )  # fmt: skip
     if plan.splits > 1:
         combine_kernel[group * tokens, batch * kv_heads](
             parts, stats, length, y, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, BLOCK=plan.block,
-            SPLITS=plan.splits, CHUNK=min(32, power_above(plan.splits)), RING=ring, **options,
+            SPLITS=plan.splits, CHUNK=min(32, power_above(plan.splits)), RESIDUAL=window.residual, GROUP=window.group,
+            **options,
         )  # fmt: skip
     return y.transpose(1, 2)
 

@@ -15,9 +15,8 @@ from triton.runtime.interpreter import interpreter_builder
 
 from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
 from ao_lab.testing.strategies import assert_same_bits
-from fast.attention.stored import append_, quantized_tokens, room_for
+from fast.attention.stored import append_, quantized_tokens, room_for, token_values
 from fast.kernels.attention import append, decode
-from fast.quantize.quantize import dequantize
 from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
 from reference.attention.window import Window
@@ -26,10 +25,12 @@ from tests.emulator import quick_interpreter
 SCHEME = {
     "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4,
     "int4_g64": SCHEMES["int4_g64"], "int4_window": INT4, "int8_window": SCHEMES["int8_rowwise"],
+    "int4_channels": INT4,
 }  # fmt: skip
 #: Which tokens are read as computed, by kind.
-WINDOWS = {"int4_window": Window(40, 3), "int8_window": Window(0, 5)}
+WINDOWS = {"int4_window": Window(40, 3), "int8_window": Window(0, 5), "int4_channels": Window(8, 3, 32)}
 #: A window of fewer tokens than are written at once.
+CHANNELS = KVRecipe(key="int4_g32_asymmetric", key_axis=-2, value=INT4, residual=8, sinks=3)
 SHORT = KVRecipe(key=INT4, value=INT4, rotate=True, residual=3, sinks=2)
 #: Sequences, heads, key heads, queries of a head, width, room, tokens, whether masked, parts.
 CASES = (
@@ -56,7 +57,10 @@ def main(what, names):
 
 def write(name):
     """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width); those beyond the cache are refused."""
-    recipe = SHORT if name == "window" else RECIPES[name]
+    recipe = {"window": SHORT, "channels": CHANNELS}.get(name) or RECIPES[name]
+    if recipe.window.group > 1:
+        write_groups(recipe)
+        return
     torch.manual_seed(0)
     stores = [
         [
@@ -91,6 +95,40 @@ def write(name):
         assert_same_bits(x, y)
 
 
+def write_groups(recipe):
+    """A prompt by operations of torch, then tokens one by one: a group has its codes as soon as it is full."""
+    torch.manual_seed(0)
+    like = torch.zeros(2, 3, 1, 64, dtype=torch.bfloat16)
+    stores = [
+        [
+            room_for(like, 70, s, axis=axis, window=recipe.window)
+            for s, axis in zip(recipe.schemes, recipe.axes, strict=True)
+        ]
+        for _ in range(2)
+    ]
+    lengths = torch.tensor(0), torch.tensor(0)
+    for tokens in (25, *([1] * 8), 29, 1, 1, 1):
+        k = (torch.randn(2, tokens, 3, 64) * torch.logspace(-2, 2, 64) + 3).bfloat16().transpose(1, 2)
+        v = torch.randn(2, 3, tokens, 64).bfloat16()
+        for one, length in zip(stores, lengths, strict=True):
+            if one is stores[1] and tokens == 1:
+                assert append.covers(k, v, *one)
+                append.append(k, v, *one, length, recipe.rotate)
+            else:
+                append_(*one, k, v, length, recipe.rotate)
+        group = recipe.window.group
+        whole = int(lengths[0]) // group
+        assert lengths[0] == lengths[1]
+        for expected, found in zip(*stores, strict=True):
+            by_channel = expected.axis == 2
+            last = int(lengths[0]) if not by_channel else whole * group
+            assert_same_bits(expected.codes[:, :, :last], found.codes[:, :, :last])
+            assert_same_bits(expected.computed, found.computed)
+            if by_channel:
+                assert_same_bits(expected.scale[:, :, :whole], found.scale[:, :, :whole])
+                assert_same_bits(expected.zero[:, :, :whole], found.zero[:, :, :whole])
+
+
 def attend(kind):
     """Every case of a kind; values over four powers of ten, NaN and infinity beyond the tokens."""
     window = WINDOWS.get(kind, Window())
@@ -101,7 +139,15 @@ def attend(kind):
         k = torch.randn(batch, kv, tokens, width).half()
         v = (torch.randn(batch, kv, tokens, width) * torch.logspace(-3, 1, tokens)[:, None]).half()
         q = torch.randn(batch, queries, heads, width).half().transpose(1, 2)
-        keys, values = (room_for(x, room, SCHEME[kind], window=window) for x in (k, v))
+        by_channel = window.group > 1
+        keys = room_for(
+            k,
+            room,
+            SCHEMES["int4_g32_asymmetric"] if by_channel else SCHEME[kind],
+            axis=3 - by_channel,
+            window=window,
+        )
+        values = room_for(v, room, SCHEME[kind], window=window)
         length = torch.tensor(0)
         append_(keys, values, k, v, length)
         mask = None
@@ -114,10 +160,20 @@ def attend(kind):
         held = (k, v) if kind == "value" else tuple(quantized_tokens(x, tokens) for x in (keys, values))
         if window.slots:
             near = torch.from_numpy(window.seen(1, tokens, tokens, True))[0, 0, 0, :, None]
-            held = tuple(torch.where(near, x, dequantize(y)) for x, y in zip((k, v), held, strict=True))
+            held = tuple(
+                torch.where(near, x, token_values(y, tokens))
+                for x, y in zip((k, v), (keys, values), strict=True)
+            )
         seen = None if mask is None else mask[..., :tokens].numpy()
         expected = attention(q, *held, causal=True, mask=seen, out_dtype="float64")
+        # Queries with the scales of channels are rounded to float16.
         bound = attention_error_bound(
-            q, *held, causal=True, mask=seen, weights="float16", out_dtype="float16"
+            q,
+            *held,
+            causal=True,
+            mask=seen,
+            weights="float16",
+            out_dtype="float16",
+            products=by_channel * 2.0**-11,
         )
         assert ((y.double() - expected).abs() <= torch.from_numpy(bound)).all(), (kind, batch, queries)

@@ -75,9 +75,10 @@ def test_of_dequantized_states(mask):
 
 def test_written_one_by_one():
     """The codes of a token do not depend on the tokens beside it."""
-    keys, values, length = cache("int4")
+    keys, values, length = cache("int4_tokens")
     like = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16)
-    together = [room_for(like, 16, s, window=RECIPES["int4"].window) for s in RECIPES["int4"].schemes]
+    recipe = RECIPES["int4_tokens"]
+    together = [room_for(like, 16, s, window=recipe.window) for s in recipe.schemes]
     draw = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, 9, 64, generator=draw).bfloat16() for _ in range(2))
     count = torch.tensor(0)
@@ -92,9 +93,9 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("what", "names"),
         [
-            ("attend", "value,fp8,int4_window"),
-            pytest.param("attend", "int8,int8_window,int4,int4_g64", marks=pytest.mark.nightly),
-            ("write", "bfloat16,fp8,window"),
+            ("attend", "value,fp8,int4_channels"),
+            pytest.param("attend", "int8,int8_window,int4,int4_window,int4_g64", marks=pytest.mark.nightly),
+            ("write", "bfloat16,fp8,window,channels"),
             pytest.param("write", ",".join(RECIPES), marks=pytest.mark.nightly),
         ],
     )
@@ -103,7 +104,7 @@ class TestKernels:
 
         assert lines_of("cache_attention", what, names) == [f"{what} {name}" for name in names.split(",")]
 
-    @pytest.mark.parametrize("kind", [*KINDS, "the recipe int4"])
+    @pytest.mark.parametrize("kind", [*KINDS, "int4 by channel"])
     def test_compiled(self, kind):
         """Tensor cores, copies of 16 bytes that wait for nothing, and no spills; not `wgmma`, whose A may be in registers."""
         from fast.kernels.attention import decode
@@ -124,9 +125,20 @@ class TestKernels:
         from fast.kernels.attention import append
         from tests.fast.kernels.compiling.kernel_compiler import launched
 
-        keys, values, length = cache("int4", room=64, width=128)
+        keys, values, length = cache("int4_tokens", room=64, width=128)
         k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
         (machine,) = launched(lambda: (append.append(k, k, keys, values, length, True),))
         assert (machine.kernel, machine.local, machine.stack) == ("append_kernel", 0, 0)
         assert machine.registers <= 64
         assert "__assertfail" in machine.ptx  # tokens beyond the cache
+
+    def test_group_compiled(self):
+        """Two launches for a token whose keys are stored by channel."""
+        from fast.kernels.attention import append
+        from tests.fast.kernels.compiling.kernel_compiler import launched
+
+        keys, values, length = cache("int4", room=128, width=128)
+        k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
+        machines = launched(lambda: (append.append(k, k, keys, values, length, False),))
+        assert [one.kernel for one in machines] == ["append_kernel", "group_kernel"]
+        assert all(one.local == one.stack == 0 for one in machines)

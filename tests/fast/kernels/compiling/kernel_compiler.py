@@ -284,6 +284,8 @@ def tile(arguments: dict[str, Any]) -> int:
         return int(arguments["ROWS"] * arguments["KEYS"])
     if "K_WIDTH" in arguments:
         return int(arguments["TOKENS"] * arguments["K_WIDTH"])
+    if "CHANNELS" in arguments:
+        return int(arguments["CHANNELS"] * arguments["GROUP"])
     if "WIDTH" in arguments and "SPLITS" in arguments:
         # Sums of attention.
         return int(arguments.get("ROWS", 1) * arguments["WIDTH"])
