@@ -189,8 +189,8 @@ def check_scheme(scheme: Scheme) -> None:
 NEAR: Mapping[str, Any] = {"sinks": 4, "residual": 64}
 #: Recipes by name. "int4" is the one that was searched for on real models (`reports/LOG.md`): keys by channel in groups of 64
 #: tokens, since their channels differ (a bias, as Qwen's, makes scales by token useless), values by token, and the last tokens
-#: as computed, to which most of the error belonged. Keys and values of a token of a head of D channels take 1.08 D + 4 bytes (4 D
-#: in 16 bits), and the 68 tokens beside 4 D each. "int4_tokens" has a scale a token, keys rotated: D + 8 bytes. "int2": KIVI.
+#: as computed, which had most of the error. Keys and values of a token of a head of D channels take 1.08 D + 4 bytes, 4 D
+#: in 16 bits, the 68 tokens beside 4 D each. "int4_tokens" has a scale a token, keys rotated: D + 8 bytes. "int2": KIVI.
 RECIPES: Mapping[str, KVRecipe] = {
     "bfloat16": KVRecipe(),
     "fp8": KVRecipe(key="fp8_rowwise", value="fp8_rowwise"),
