@@ -102,6 +102,7 @@ class SelfSpeculation:
         self.check: Callable[..., Tensor] = torch.compile(whole, **options) if compiled else whole
         self.draft: Callable[..., Tensor] = torch.compile(early, **options) if compiled else early
         self._prefill = whole
+        self.places = torch.arange(max_length + drafts + 1, device=device)
         #: All tokens so far, with room for a round beyond the last; their number; accepted drafts; rounds.
         self.tokens = torch.zeros(1, max_length + drafts + 1, dtype=torch.int64, device=device)
         self.length, self.accepted, self.rounds = (
@@ -171,7 +172,7 @@ class SelfSpeculation:
             drafted.append(self.draft(drafted[-1], self.cache)[:, -1:].argmax(-1))
         self._forget(self.drafts, self.exit_layer)
         asked = torch.cat(drafted, 1)
-        chosen = self.check(asked, self.cache).argmax(-1)
+        chosen = self.check(asked, self.cache, self._visible()).argmax(-1)
         right = (chosen[:, :-1] == asked[:, 1:]).to(torch.int64).cumprod(1).sum()
         # Those after the first wrong draft are written too, and overwritten by the next round.
         at = self.length + torch.arange(self.drafts + 1, device=chosen.device)
@@ -180,6 +181,12 @@ class SelfSpeculation:
         self._forget(self.drafts - right, len(self.cache.layers))
         self.accepted.add_(right)
         self.rounds.add_(1)
+
+    def _visible(self) -> Tensor:
+        """Which tokens of the cache each token of a check sees, (1, 1, drafts + 1, room): transformers, which makes a mask for
+        several tokens otherwise, asks the host whether the cache is empty."""
+        last = self.length - 1 + torch.arange(self.drafts + 1, device=self.places.device)
+        return (self.places <= last[:, None])[None, None]
 
     def _forget(self, count: Any, layers: int) -> None:
         """Take the last tokens back from the first layers of the cache."""
@@ -215,9 +222,11 @@ class NextTokens(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, cache: Any) -> Tensor:
-        """Tokens (1, n), written into the cache."""
-        hidden = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+    def forward(self, ids: Tensor, cache: Any, visible: Tensor | None = None) -> Tensor:
+        """Tokens (1, n), written into the cache. visible: (1, 1, n, room), bool; None: each sees those before it."""
+        hidden = self.model.model(
+            input_ids=ids, attention_mask=visible, past_key_values=cache, use_cache=True
+        ).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden)
         return logits
 

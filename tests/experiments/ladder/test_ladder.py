@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.harness.measuring import Wrong
 from experiments.harness.rows import Journal, Row
-from experiments.ladder import page, run, summary, work
+from experiments.ladder import decoding, page, run, seamless, summary, work
 from experiments.ladder.decoding import Loop
 from experiments.ladder.rungs import (
     ALONE,
@@ -80,6 +81,32 @@ def test_an_image_has_two_sequences_and_tokens_of_images_alone(models):
     image = set(loop.model.model.vocabulary_mapping.image_tokens)
     assert set(logits[0].isfinite().nonzero().flatten().tolist()) == image
     assert loop.token.view(2, 2).unique(dim=0).shape[0] == 1
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what lets the host read a number of a tensor, which no CUDA graph can record."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("subject", STAND_INS, ids=lambda one: one.name)
+@torch.no_grad()
+def test_nothing_waits_for_a_gpu(subject, models, monkeypatch):
+    """In a run of all rungs with a cache of fixed length, as it is recorded; nor in a round of self-speculation."""
+    # Tokens beyond a cache are counted on CPUs alone.
+    monkeypatch.setattr("ao_lab.kv_cache.layer.KVLayer._check_room", lambda *arguments: None)
+    for levers in (GRAPHS, FULL, ALONE["self-speculation"], ALONE["graphs"]):
+        if subject.refusal(levers, 1, "cuda") is None:
+            plain = replace(levers, weights="", compiled=False)
+            for module in (decoding, seamless, work):
+                monkeypatch.setattr(module, "captured", lambda call, begin: call)
+            found = work.work_of(subject, models(subject, ""), plain, 1, "cpu", 0)
+            found.prepare()
+            found.begin()
+            with NoWaiting():
+                found.run()
 
 
 def test_levers_that_change_nothing_are_seen(models, monkeypatch):
