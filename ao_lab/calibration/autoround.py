@@ -45,15 +45,19 @@ class Learned:
     made: Made
     part: Part
     inputs: SplitMoments
-    #: As it is learned: (out, in), its inputs rotated where those of the layer are.
-    dense: torch.Tensor = field(init=False)
-    state: Any = field(init=False)
+    #: Its state, once learning begins: other weights of the block may be quantized before.
+    state: Any = None
     leaf: nn.Parameter | None = None
     vjp: Any = None
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def dense(self) -> torch.Tensor:
+        """As it is learned: (out, in), its inputs rotated where those of the layer are."""
         dense, length = dense_of(self.target), self.rotation
-        self.dense = fast.rotate(dense, length, dtype=torch.float32) if length else dense
+        return fast.rotate(dense, length, dtype=torch.float32) if length else dense
+
+    def begin(self) -> None:
+        """Start at what methods before have made."""
         start = None if self.scales is None else self.made.weight.plain.quantized
         self.state = fast.signround_start(self.dense, self.scheme, start)
 
@@ -131,8 +135,9 @@ class Learning:
     tokens: Tokens
     method: AutoRound
     weights: list[Learned]
-    #: The weights of the least loss, and that.
-    best: tuple[float, list[Any]] = (float("inf"), [])
+    #: The states of the least loss, and that, on the block's device; None before the first step.
+    best: list[Any] | None = None
+    least: torch.Tensor | None = None
     #: By batch and kind: which tokens are of that kind, on the device of the block's output.
     kinds: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     #: Whether a block's output had other tokens than its batch, so that all of them count.
@@ -140,12 +145,15 @@ class Learning:
 
     def run(self) -> list[Made]:
         """Learn; the weights, as they were where nothing is won."""
+        for one in self.weights:
+            one.begin()
         with self._in_place():
             for one in self.weights:
                 one.put_start()
             before = self.error()
             self._learn()
-            found = [self.best[1], [one.state for one in self.weights]]
+            last = [one.state for one in self.weights]
+            found = [last if self.best is None else self.best, last]
             errors = [self._error_of(states) for states in found]
         best = min(range(len(found)), key=lambda i: errors[i])
         share = errors[best] / before if before else 1.0
@@ -179,27 +187,26 @@ class Learning:
 
     def _learn(self) -> None:
         """All steps."""
-        order, before = self._order(), None
+        order = self._order()
         for step in range(self.method.steps):
             for one in self.weights:
                 one.put()
-            loss = self._loss([next(order) for _ in range(self._count())])
-            # A step's loss is read while the device works at the next, so that it never waits for the host.
-            if before is not None:
-                self._remember(*before)
-            before = loss, [one.state for one in self.weights]
+            self._remember(self._loss([next(order) for _ in range(self._count())]))
             rate = (1 - step / self.method.steps) / self.method.steps
             for one in self.weights:
                 one.state = fast.signround_step(one.state, one.gradients(), rate)
 
-        if before is not None:
-            self._remember(*before)
-
-    def _remember(self, loss: torch.Tensor, states: list[Any]) -> None:
-        """The states of the least loss; the one place of a step that waits for the device."""
-        value = float(loss)
-        if value < self.best[0]:
-            self.best = value, states
+    def _remember(self, loss: torch.Tensor) -> None:
+        """Keep the states of the least loss; chosen on the device, so that no step waits for it, and in one place."""
+        if self.best is None or self.least is None:
+            self.least = torch.full_like(loss, torch.inf)
+            self.best = [type(one.state)(*map(_copied, one.state)) for one in self.weights]
+        better = loss < self.least
+        torch.where(better, loss, self.least, out=self.least)
+        for one, best in zip(self.weights, self.best, strict=True):
+            for new, old in zip(one.state, best, strict=True):
+                if old is not None:
+                    torch.where(better.to(old.device), new, old, out=old)
 
     def _order(self) -> Iterator[int]:
         """Numbers of batches that have tokens to learn from, over and over, in orders that a seed draws."""
@@ -260,6 +267,10 @@ class Learning:
             self._squares(i, role).to(torch.float64) * count for i, count in enumerate(counts) if count
         ]
         return float(sum(squares)) / max(sum(counts), 1)
+
+
+def _copied(part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.clone()
 
 
 def _hooks(one: Learned) -> list[Any]:

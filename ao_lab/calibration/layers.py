@@ -23,6 +23,7 @@ from ao_lab.calibration.tokens import Moments, SplitMoments
 from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from fast.calibration.damping import gptq_held_out
 from reference import Quantized, Scales
 
 ROUNDING = "rounding"
@@ -69,6 +70,8 @@ class Work:
     rotation: int = 0
     #: Whether the moments are needed by nobody else.
     last: bool = False
+    #: Whether that holds of the products that methods read; what is held out judges afterwards.
+    spent: bool = False
     w: torch.Tensor = field(init=False)
     scales: Scales | None = None
     candidates: list[Candidate] = field(default_factory=list)
@@ -104,6 +107,14 @@ class Work:
         """What methods read."""
         return None if self.inputs is None else self.inputs.train
 
+    def take_hessian(self) -> torch.Tensor:
+        """The Hessian on the weight's device, for the last that reads it: nobody has it any more where nobody needs it."""
+        assert self.inputs is not None
+        hessian = self.inputs.train.hessian.to(self.w.device)
+        if self.spent:
+            self.inputs.train.value = None
+        return hessian
+
 
 Step = Callable[[Work, Any], None]
 
@@ -128,17 +139,17 @@ def gptq(work: Work, method: GPTQ) -> None:
         return
     train, held, scheme = work.inputs.train, work.inputs.held_out, work.stack.scheme
     scales = work.scales = work.scales or searched(work, train, 3.0)
-    hessian = train.hessian.to(work.w.device)
-    damping = method.damping
+    damping, device = method.damping, work.w.device
     if damping == HELD_OUT and held.count:
-        validation = held.hessian.to(work.w.device)
-        damping = fast.held_out_damping(
-            work.w, hessian, validation, scheme, scales=scales, order=method.order
+        result = gptq_held_out(
+            work.w, work.take_hessian, held.hessian.to(device), scheme, scales=scales, order=method.order
         )
-    elif damping == HELD_OUT:
-        damping = DAMPING
-        work.notes.append("no tokens are held out to choose damping by")
-    result = fast.gptq(work.w, hessian, scheme, scales=scales, order=method.order, damping=float(damping))
+    else:
+        if damping == HELD_OUT:
+            damping = DAMPING
+            work.notes.append("no tokens are held out to choose damping by")
+        hessian = train.hessian.to(device)
+        result = fast.gptq(work.w, hessian, scheme, scales=scales, order=method.order, damping=float(damping))
     work.add("gptq", result.quantized, float(result.damping), float(result.floor))
 
 
@@ -184,6 +195,7 @@ def quantized(work: Work) -> list[Made]:
 
 def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
     """Each weight of a stack, rotated or as it is, whichever has the smaller error."""
+    work.spent = work.spent and rotate is None
     plain = quantized(work)
     if rotate is None:
         return plain
@@ -197,7 +209,9 @@ def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
         replace(part, baseline=made.result.rounding, before=(*part.before, rotate.name))
         for part, made in zip(work.parts, plain, strict=True)
     ]
-    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, work.methods, length, work.last))
+    turned = quantized(
+        Work(Stack(work.stack.targets), work.inputs, parts, work.methods, length, work.last, True)
+    )
     return [_better(one, other) for one, other in zip(plain, turned, strict=True)]
 
 

@@ -344,9 +344,11 @@ class Job:
             found = inputs.get(stack.targets[0].name)
             for target in stack.targets:
                 inputs.pop(target.name, None)
-            last = self.learning is None and not any(one is found for one in inputs.values())
-            for target, made in self.quantized(stack, found, parts, last=last):
-                if self.learning is None or found is None or useless_reason(found) is not None:
+            spent = not any(one is found for one in inputs.values())
+            last = spent and self.learning is None
+            learning = self.learning is not None and useless_reason(found) is None
+            for target, made in self.quantized(stack, found, parts, last=last, spent=spent):
+                if found is None or not learning:
                     self.put(target, made)
                 else:
                     learned.append(Learned(target, made, parts[target.name], found.for_judging()))
@@ -478,9 +480,10 @@ class Job:
         parts: dict[str, Part],
         whole: bool = True,
         last: bool = False,
+        spent: bool = False,
     ) -> list[tuple[Target, Made]]:
         """The weights of a stack, quantized. whole: whether they are whole parameters, not experts of one. last: whether nobody
-        needs the inputs afterwards.
+        needs the inputs afterwards; spent: whether no other stack needs the products that methods read.
         """
         mine = [parts[target.name] for target in stack.targets]
         for target, part in zip(stack.targets, mine, strict=True):
@@ -492,7 +495,7 @@ class Job:
         try:
             inputs, methods = (inputs, self.request.methods) if reason is None else (None, ())
             rotate = None if self.rotation is not None or not whole else of_kind(methods, Rotate)
-            results = quantized_either_way(Work(stack, inputs, mine, methods, last=last), rotate)
+            results = quantized_either_way(Work(stack, inputs, mine, methods, last=last, spent=spent), rotate)
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise

@@ -22,6 +22,7 @@ from fast.quantize.quantize import quantize
 from reference import GPTQResult, Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
 from reference.calibration.gptq import BLOCK, column_order
+from reference.calibration.hessian import TriangularFactor
 from reference.calibration.inputs import LARGEST
 from reference.calibration.nearest import Nearest
 from reference.quantize.blocks import Blocks
@@ -78,8 +79,19 @@ def gptq_on_device(
         wide = wide + cross_term(wide, factor.factor, columns, cross)
         w = wide
     scales = scales_of(w, record, scales, h)
-    swept = Sweep.of(wide, factor.factor, columns).run(ColumnRule.of(record, scales, blocks, w))
-    quantized = quantize(swept.targets, record, scales=scales, packed=packed)
+    return swept_result(wide, factor, columns, ColumnRule.of(record, scales, blocks, w), packed)
+
+
+def swept_result(
+    wide: torch.Tensor,
+    factor: TriangularFactor,
+    columns: torch.Tensor,
+    rule: ColumnRule,
+    packed: bool = False,
+) -> GPTQResult:
+    """The result of a sweep over float64 weights by a factor, which is used up."""
+    swept = Sweep.of(wide, factor.factor, columns).run(rule)
+    quantized = quantize(swept.targets, rule.scheme, scales=rule.scales, packed=packed)
     return GPTQResult(quantized, swept.loss, factor.damping, factor.floor, factor.dead)
 
 

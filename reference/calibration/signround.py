@@ -183,8 +183,10 @@ class Rounding:
 
     def result(self) -> SignRounded:
         """Values and gradients."""
-        name = self.ns.dtype_name(self.w)
-        return SignRounded(self.functions.dequantize(self.quantized, name), self.gradients)
+        values = self.functions.dequantize(self.quantized, self.ns.dtype_name(self.w))
+        # Gradients need no codes, and are asked for when a whole block has run.
+        del self.quantized
+        return SignRounded(values, self.gradients)
 
     def gradients(self, g: Any) -> SignRoundState:
         """Gradients of the sum of g * values."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fast.calibration import hessian as module
-from fast.calibration.damping import held_out_errors_on_device
+from fast.calibration.damping import gptq_held_out, held_out_errors_on_device
 from fast.calibration.gptq import gptq_on_device
 from fast.calibration.hessian import Ordered, quadratic, turn_
 from reference import choose_scales
@@ -39,6 +39,17 @@ def test_gptq_holds_two_matrices_beside_the_hessian(case):
     assert (
         most_bytes(lambda: gptq_on_device(w, h, "int4_g32", scales=scales, order="activation")) < 2.5 * MATRIX
     )
+
+
+def test_damping_and_gptq_hold_two_matrices_in_all_beside_the_held_out_hessian(case):
+    """The Hessian that is given away is one of them until it is in order."""
+    w, h, val, scales = case
+
+    def run():
+        given = [h.clone()]
+        gptq_held_out(w, given.pop, val, "int4_g32", scales=scales, candidates=(0.01, 0.1), on_device=True)
+
+    assert most_bytes(run) < 2.5 * MATRIX
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 70])
