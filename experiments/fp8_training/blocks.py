@@ -350,6 +350,10 @@ def fsdp_measure(case: Case, seed: int) -> dict[tuple[str, str], Values]:
     return {(case.setting, side.name): {**found.get(side.name, {}), **ended} for side in SIDES}
 
 
+#: How the processes of ranks begin: with nothing of this one.
+START = "spawn"
+
+
 def on_ranks(case: Case, seed: int) -> dict[str, Values]:
     """What the first rank finds, by side."""
     with socket.socket() as probe:
@@ -357,7 +361,7 @@ def on_ranks(case: Case, seed: int) -> dict[str, Values]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.json"
-        mp.start_processes(on_rank, (case, seed, port, str(path)), nprocs=RANKS, start_method="spawn")
+        mp.start_processes(on_rank, (case, seed, port, str(path)), nprocs=RANKS, start_method=START)
         made = json.loads(path.read_text())
     return {
         side: {name: (value, unit) for name, (value, unit) in values.items()} for side, values in made.items()

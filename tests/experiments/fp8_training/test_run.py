@@ -27,6 +27,7 @@ from experiments.harness.rows import Journal, table_parts
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import Budget, Size, pretrain
 from tests.experiments.harness import tiny
+from tests.support.runs import fresh_processes
 
 # What is measured whole: order, what a deadline cuts, what fails, what cannot run here.
 
@@ -157,6 +158,8 @@ def small(monkeypatch):
         blocks.TINY_GROUPS[1], recipes=("mxfp8",), length=32, plan=replace(blocks.QUICK, rounds=1)
     )
     monkeypatch.setattr(blocks, "TINY_GROUPS", (group,))
+    fresh_processes.context()
+    monkeypatch.setattr(blocks, "START", fresh_processes.FORKSERVER)
 
 
 @pytest.fixture

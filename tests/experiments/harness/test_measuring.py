@@ -18,6 +18,13 @@ from experiments.harness.rows import Journal
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import Budget, Size
 from tests.experiments.harness import tiny, works
+from tests.support.runs import fresh_processes
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Processes that need not import torch anew."""
+    monkeypatch.setattr(measuring, "SPAWN", fresh_processes.context())
 
 
 def gather(found):
@@ -32,6 +39,7 @@ def test_one_worker_is_this_process():
         measure_each("x", {"a": works.fail}, 1, Deadline(None), gather(found))
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
     given = {
         "dies": works.die,
@@ -85,6 +93,7 @@ def is_alive(number):
     return Path(f"/proc/{number}").exists()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
     def stopped(pipes):
         while len(begun := list(tmp_path.iterdir())) < 2:
@@ -109,8 +118,10 @@ def plan(monkeypatch):
     return Plan(paired="micro", budget=Budget(bytes=4 * 64), seeds=2, recipes=("mxfp4",), evaluated=64)
 
 
-def test_a_training_gives_the_same_rows_in_another_process(plan, tmp_path):
+@pytest.mark.parametrize("method", fresh_processes.CONTEXTS)
+def test_a_training_gives_the_same_rows_in_another_process(method, plan, tmp_path, monkeypatch):
     """Seeds, threads and stochastic rounding: bit for bit; without times where it is not alone."""
+    monkeypatch.setattr(measuring, "SPAWN", fresh_processes.context(method))
     found = []
     for count in (1, 2):
         journal, settings = Journal(), tiny.replace(tiny.settings(tmp_path), workers=count)

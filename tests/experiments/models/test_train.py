@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import math
-import multiprocessing
 import random
 import signal
 
@@ -16,6 +15,7 @@ from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.train import Checkpoint, Muon, Run, Steps, orthogonal
 from tests.experiments.harness import tiny
 from tests.experiments.models.killed_training import SETTINGS, main
+from tests.support.runs import fresh_processes
 
 # A training run that is killed goes on where it was and ends with the same bits.
 
@@ -74,9 +74,10 @@ def test_a_run_in_pieces_is_the_whole_run(tmp_path, uninterrupted, matrices):
     assert again == loss
 
 
-def test_a_killed_process_goes_on(tmp_path, uninterrupted):
+@pytest.mark.parametrize("method", fresh_processes.CONTEXTS)
+def test_a_killed_process_goes_on(method, tmp_path, uninterrupted):
     """By SIGKILL, after 3 and then 4 steps; the cache then holds the model and nothing else."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes.context(method)
     for step in (3, 4):
         process = context.Process(target=main, args=(tmp_path, step))
         process.start()
