@@ -83,11 +83,15 @@ def folder(tmp_path_factory):
     return where
 
 
-def test_readme_blocks(folder):
-    """Both blocks exactly as they stand; transformers alone computes what the loaded model computes."""
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_readme_blocks(folder, anew):
+    """Both blocks exactly as they stand; transformers alone computes what the loaded model computes. By night in an interpreter
+    that has imported nothing."""
     ours, alone = blocks(README, "python")
     assert len(ours.strip().splitlines()) <= 10
-    assert "layers quantized" in stranger(ours + KEEP, folder)
+    nothing = 'import sys; assert "ao_lab" not in sys.modules\n'
+    typed = stranger(ours + KEEP, folder) if anew else run(folder, "-c", nothing + QUIET + ours + KEEP)
+    assert "layers quantized" in typed
     run(folder, "-c", QUIET + alone + COMPARE)
 
 
