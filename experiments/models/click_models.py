@@ -13,6 +13,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from ao_lab import QuantizedTensor, embedding_bag
+
 
 class Tables(nn.Module):
     """Embedding tables of one width with a bag of a fixed length each.
@@ -51,7 +53,12 @@ class Tables(nn.Module):
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check(ids)
         offsets = torch.arange(len(ids), device=ids.device)[:, None] * count + self.firsts
-        rows = self.bag((ids + self.starts).reshape(-1), offsets.reshape(-1))
+        places, begins, weight = (ids + self.starts).reshape(-1), offsets.reshape(-1), self.bag.weight
+        if isinstance(weight, QuantizedTensor):
+            # Bags of one table share a program of the kernel.
+            rows = embedding_bag(weight, places, begins, features=len(self.sizes))
+        else:
+            rows = self.bag(places, begins)
         return rows.reshape(len(ids), len(self.sizes), self.width)
 
     def _check(self, ids: Tensor) -> None:

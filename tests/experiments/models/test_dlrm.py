@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import ao_lab
 from experiments.models.click_models import Tables
 from experiments.models.dlrm import DLRM, DLRMV2, DLRMConfig, LowRankCross
 
@@ -45,6 +46,16 @@ def test_tables_are_looked_up_side_by_side():
     tables = Tables((5, 7), (1, 3), 4)
     ids = torch.stack([torch.randint(0, 5, (6,)), *torch.randint(0, 7, (3, 6))], 1)
     weight = tables.bag.weight
+    expected = torch.stack([weight[ids[:, 0]], weight[5:][ids[:, 1:]].sum(1)], 1)
+    torch.testing.assert_close(tables(ids), expected)
+
+
+def test_quantized_tables_give_the_sums_of_their_rows():
+    torch.manual_seed(0)
+    tables = Tables((5, 7), (1, 3), 32)
+    ao_lab.apply_mods_(tables, "tables_in_8_bits")
+    ids = torch.stack([torch.randint(0, 5, (6,)), *torch.randint(0, 7, (3, 6))], 1)
+    weight = tables.bag.weight.dequantize()
     expected = torch.stack([weight[ids[:, 0]], weight[5:][ids[:, 1:]].sum(1)], 1)
     torch.testing.assert_close(tables(ids), expected)
 
