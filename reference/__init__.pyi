@@ -38,6 +38,8 @@ from reference.formats.formats import Format as Format
 from reference.formats.storage import pack as pack
 from reference.formats.storage import packed_shape as packed_shape
 from reference.formats.storage import unpack as unpack
+from reference.layers.block_norm import block_norm as block_norm
+from reference.layers.block_norm import linear_block_norm as linear_block_norm
 from reference.layers.embedding_bag import embedding_bag as embedding_bag
 from reference.layers.normalize import rms_norm as rms_norm
 from reference.layers.normalize import rms_norm_quantize as rms_norm_quantize

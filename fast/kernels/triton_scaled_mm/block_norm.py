@@ -1,0 +1,195 @@
+"""A product of 8-bit floats whose epilogue normalises blocks of 256 columns, applies hard swish and quantizes along rows.
+
+A tile has 256 columns, so a block never leaves its program, and a row of the tile stays in four lanes: the sum of squares is
+one reduction, without a barrier. Scales of 128 columns (`fp8_1x128`) come from the same registers. Products are those of
+`triton_scaled_mm`; squares are added in the order of the registers, so that results lie within the roundings of 256 additions
+of `reference.linear_block_norm`, and are its bits where sums are exact.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import MAGNITUDE, bits_of, float_of, is_nan
+from fast.kernels.quantize.geometry import ceil_div
+from fast.kernels.rules.elements import encode
+from fast.kernels.rules.scales import exact_scale, stored_scale
+from fast.kernels.scheme.constants import constants_of
+from fast.kernels.sm90.bf16x2 import narrowed
+from fast.kernels.triton_scaled_mm.host import ELEMENTS, INTEGER, STEP
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.launcher import UNFUSED, DescriptorLaunch, Matrix, interpreted, same_device
+from reference.layers.block_norm import SIXTH
+from reference.quantize.stored import Quantized
+from reference.schemes.schemes import SCHEMES
+
+#: Columns of a block of the norm, and of a scale.
+BLOCK, GROUP = 256, 128
+#: Rows of a tile, bytes of a step along K, steps in flight, warps.
+ROWS, LENGTH, STAGES, WARPS = 128, 128, 4, 8
+#: Tiles along M that programs at work at a time have.
+TOGETHER = 8
+SCHEME_NAME = "fp8_1x128"
+GATE = tl.constexpr(SIXTH)
+
+
+@triton.jit
+def _first(m_size, n_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONG: tl.constexpr):
+    """First row and column of a program's tile: ALONG tiles of rows, column by column."""
+    across, down = tl.cdiv(n_size, BLOCK_N), tl.cdiv(m_size, BLOCK_M)
+    program = tl.program_id(0)
+    first = program // (ALONG * across) * ALONG
+    height = tl.minimum(down - first, ALONG)
+    place = program % (ALONG * across)
+    return (first + place % height) * BLOCK_M, place // height * BLOCK_N
+
+
+@triton.jit
+def _normal(total, gain, eps, BLOCK_N: tl.constexpr, HARD_SWISH: tl.constexpr):
+    """Rows (M, BLOCK_N) normalised, times the gain (1, BLOCK_N), through the activation."""
+    squares = tl.sum(total * total, axis=1, keep_dims=True)
+    r = tl.div_rn(squares * 0 + 1.0, tl.sqrt_rn(squares * (1.0 / BLOCK_N) + eps))
+    y = total * r * gain
+    if HARD_SWISH:
+        gate = tl.clamp(y + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        y = (y * gate) * GATE
+    return y
+
+
+@triton.jit
+def _scale_of(y, inside, SCHEME: tl.constexpr):
+    """(stored scale, reciprocal) of the columns that are inside, (M, 1)."""
+    magnitude = tl.where(inside, bits_of(y) & MAGNITUDE, 0)
+    largest = tl.max(magnitude, axis=1, keep_dims=True)
+    exact = exact_scale(largest, largest, largest, float_of(largest), SCHEME)
+    _, scale = stored_scale(exact, SCHEME.level)
+    return scale, tl.div_rn(scale * 0 + 1.0, scale)
+
+
+@triton.jit
+def _codes(v, SCHEME: tl.constexpr):
+    """e4m3 codes of scaled values, uint8: saturated, NaN 0x7f."""
+    if SCHEME.has_ptx:
+        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode(v, None, SCHEME.element).to(tl.uint8)
+    return tl.where(is_nan(v), tl.full((), 0x7F, tl.uint8), code)
+
+
+@triton.jit(do_not_specialize=["m_size"])
+def scaled_mm_block_norm_kernel(
+    a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALONG: tl.constexpr, PROMOTE: tl.constexpr,
+    EACH_A: tl.constexpr, EACH_B: tl.constexpr, HARD_SWISH: tl.constexpr, SCHEME: tl.constexpr, DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """A tile of y (M, N), or of codes (M, N) and scales (M, N / COLUMNS).
+
+    a, b: descriptors of blocks (BLOCK_M, BLOCK_K) and (BLOCK_N, BLOCK_K). gain (N,), float32.
+    """
+    first_m, first_n = _first(m_size, n_size, BLOCK_M, BLOCK_N, ALONG)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, k_size, BLOCK_K, num_stages=STAGES):
+        v, w = a.load([first_m, k]), b.load([first_n, k])
+        if PROMOTE:
+            total += tl.dot(v, w.T)
+        else:
+            total = tl.dot(v, w.T, total)
+    m, n = first_m + tl.arange(0, BLOCK_M)[:, None], first_n + tl.arange(0, BLOCK_N)[None, :]
+    exists = m < m_size
+    total = total * tl.load(scale_a + (m if EACH_A else m * 0), mask=exists, other=0.0)
+    total = total * tl.load(scale_b + (n if EACH_B else n * 0))
+    if bias is not None:
+        total += tl.load(bias + n)
+    v = _normal(total, tl.load(gain + n), eps, BLOCK_N, HARD_SWISH)
+    at = m.to(tl.int64) * n_size + n
+    if SCHEME is None:
+        tl.store(y + at, narrowed(v, DTYPE, HAS_PTX), mask=exists)
+    else:
+        left = tl.arange(0, BLOCK_N)[None, :] < COLUMNS
+        scale_0, inverse_0 = _scale_of(v, left, SCHEME)
+        scale_1, inverse_1 = _scale_of(v, ~left, SCHEME)
+        code = _codes(v * tl.where(left, inverse_0, inverse_1), SCHEME)
+        tl.store(codes + at, code, mask=exists)
+        place = m.to(tl.int64) * (n_size // COLUMNS) + first_n // COLUMNS
+        tl.store(scale + place, scale_0, mask=exists)
+        tl.store(scale + place + 1, scale_1, mask=exists)
+
+
+def refusal(x: Quantized, w: Quantized, scheme: str, dtype: torch.dtype, block: int) -> str | None:
+    """Why the kernel does not take a product; None where it does."""
+    (m, k), n = x.shape, w.shape[0]
+    if (
+        x.scheme.element not in ELEMENTS
+        or w.scheme.element not in ELEMENTS
+        or INTEGER in (x.scheme.element, w.scheme.element)
+    ):
+        return "both operands are 8-bit floats"
+    if x.scheme.scale.block not in (-1, "tensor") or w.scheme.scale.block not in (-1, "tensor"):
+        return "scales are of rows or of a tensor"
+    if block != BLOCK or n % BLOCK or k % STEP or not m or not k:
+        return f"blocks have {BLOCK} columns, N is whole blocks of them, K a multiple of {STEP}"
+    if scheme not in ("", SCHEME_NAME) or dtype not in FLOAT_NAMES:
+        return f"results are floats, or {SCHEME_NAME}"
+    return None
+
+
+def linear_block_norm(
+    x: Quantized,
+    w: Quantized,
+    gain: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    hard_swish: bool,
+    scheme: str,
+    dtype: torch.dtype,
+    fast_sums: bool = True,
+) -> list[torch.Tensor] | None:
+    """[y], or [codes, scale], of operands that `refusal` lets through; None of others and of several devices."""
+    if refusal(x, w, scheme, dtype, BLOCK) is not None or not same_device(
+        x.codes, x.scale, w.codes, w.scale, gain, bias
+    ):
+        return None
+    (m, k), n = x.shape, w.shape[0]
+    made = (
+        [x.codes.new_empty((m, n)), x.scale.new_empty((m, n // GROUP))]
+        if scheme
+        else [x.codes.new_empty((m, n), dtype=dtype)]
+    )
+    y, codes, scale = (None, *made) if scheme else (*made, None, None)
+    launch = launch_of(x.scheme.element, w.scheme.element, (m, n, k), (x.scheme.scale.block == -1, w.scheme.scale.block == -1),
+                       float(eps), hard_swish, scheme, dtype, fast_sums)  # fmt: skip
+    device = x.codes.get_device()
+    launch.run([x.codes, w.codes, x.scale, w.scale, bias, gain, y, codes, scale], device)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def launch_of(
+    x: str, w: str, shape: tuple[int, int, int], each: tuple[bool, bool], eps: float, hard_swish: bool, scheme: str,
+    dtype: torch.dtype, fast_sums: bool,
+) -> DescriptorLaunch:  # fmt: skip
+    """The launch of a shape."""
+    m, n, k = shape
+    matrices = (Matrix(ELEMENTS[x], (m, k), (ROWS, LENGTH)), Matrix(ELEMENTS[w], (n, k), (BLOCK, LENGTH)))
+    rule = constants_of(SCHEMES[scheme], "float32", not interpreted()) if scheme else None
+    tail: tuple[Any, ...] = (
+        m, n, k, eps, ROWS, BLOCK, LENGTH, TOGETHER, not fast_sums, *each, hard_swish, rule, FLOAT_NAMES[dtype], GROUP, STAGES,
+        not interpreted(),
+    )  # fmt: skip
+    return DescriptorLaunch(
+        scaled_mm_block_norm_kernel,
+        (ceil_div(m, ROWS) * (n // BLOCK), 1, 1),
+        tail,
+        WARPS,
+        matrices,
+        **UNFUSED,
+    )
+
+
+__all__ = ["BLOCK", "linear_block_norm", "refusal", "scaled_mm_block_norm_kernel"]

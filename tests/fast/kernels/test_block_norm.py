@@ -1,0 +1,86 @@
+"""`fast.linear_block_norm`: its bits in Triton's interpreter, the code made for Hopper, operators, what the kernel refuses."""
+
+import platform
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference import SCHEMES, Quantized
+from tests.emulator.interpreter_process import lines_of
+from tests.support.block_norm import CASES, operands
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from fast.kernels.triton_scaled_mm import block_norm as host
+from tests.fast.kernels.compiling.kernel_compiler import launched_together
+
+
+def test_bits_in_the_interpreter():
+    assert len(lines_of("block_norm", "few")) == 2
+
+
+@pytest.mark.nightly
+def test_bits_of_every_case_in_the_interpreter():
+    assert len(lines_of("block_norm")) == len(CASES)
+
+
+def call(scheme, m=256, n=512, k=512):
+    row = SCHEMES["fp8_rowwise"]
+    sides = [
+        Quantized(torch.empty((rows, k), dtype=torch.uint8), torch.empty((rows, 1)), None, None, (rows, k), 1, row)
+        for rows in (m, n)
+    ]  # fmt: skip
+    return lambda: host.linear_block_norm(*sides, torch.empty(n), None, 1e-6, True, scheme, torch.bfloat16)
+
+
+def test_the_epilogue_stays_in_registers():
+    """Products of 8-bit floats by descriptors, nothing spilled; sums and maxima of a row between four lanes: two exchanges each
+    and row of a thread; codes by the conversion of two, results in words of 16 bytes."""
+    for scheme, (code,) in zip(
+        ("", host.SCHEME_NAME), launched_together([call(""), call(host.SCHEME_NAME)]), strict=True
+    ):
+        assert (code.local, code.stack) == (0, 0)
+        assert code.named("QGMMA") >= 4
+        assert code.named("SHFL") == (12 if scheme else 4)
+        assert set(code.accesses("STG")) == ({16, 4} if scheme else {16})
+        if scheme:
+            assert code.named("F2FP") == host.ROWS * host.BLOCK // (32 * host.WARPS * 2)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_cpu_runs_the_reference_and_programs_an_operator(case):
+    _, activation, scheme, dtype, _ = case
+    x, w, gain, bias = operands(case)
+    options = {"bias": bias, "activation": activation, "scheme": scheme or None, "dtype": dtype}
+    expected = reference.linear_block_norm(x, w, gain, **options)
+    found = fast.linear_block_norm(x, w, gain, **options)
+
+    def run(gain):
+        y = fast.linear_block_norm(x, w, gain, **options)
+        return (y.codes, y.scale) if scheme else (y,)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(gain)
+    wanted = (expected.codes, expected.scale) if scheme else (expected,)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, wanted, strict=True))
+    assert torch.equal(found.codes if scheme else found, wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "scheme", "block", "reason"),
+    [
+        ((8, 32, "fp8_rowwise"), (256, 32, "fp8_rowwise"), "", 256, None),
+        ((8, 32, "fp8_tensorwise"), (256, 32, "fp8_rowwise"), "fp8_1x128", 256, None),
+        ((8, 32, "int8_rowwise"), (256, 32, "int8_rowwise"), "", 256, "8-bit floats"),
+        ((8, 32, "mxfp8_e4m3"), (256, 32, "fp8_rowwise"), "", 256, "scales are of rows"),
+        ((8, 32, "fp8_rowwise"), (128, 32, "fp8_rowwise"), "", 256, "N is whole blocks"),
+        ((8, 32, "fp8_rowwise"), (256, 32, "fp8_rowwise"), "", 128, "N is whole blocks"),
+        ((8, 32, "fp8_rowwise"), (256, 32, "fp8_rowwise"), "fp8_rowwise", 256, "results are floats"),
+    ],
+)
+def test_what_the_kernel_takes(x, w, scheme, block, reason):
+    sides = [reference.quantize(torch.ones(rows, length), name) for rows, length, name in (x, w)]
+    said = host.refusal(*sides, scheme, torch.bfloat16, block)
+    assert (said is None) if reason is None else reason in said
