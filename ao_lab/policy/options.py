@@ -16,9 +16,7 @@ from ao_lab.training.api import convert_for_training_, convert_from_training_
 from ao_lab.training.layers import steps
 from ao_lab.tuning.candidates import Limits, choices_of
 from ao_lab.tuning.measure import release
-from ao_lab.tuning.samples import SampleInput, TrainingSample, record, untouched
-from ao_lab.tuning.samples import _backward as backward_of
-from ao_lab.tuning.samples import _output as output_of
+from ao_lab.tuning.samples import SampleInput, TrainingSample, backward_of, output_of, record, untouched
 from reference.training.recipe import PRODUCTS, Recipe, recipe_of
 
 #: (recipe, subset of its products) to seconds of a layer's forward and backward; of subsets that were measured.

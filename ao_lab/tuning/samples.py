@@ -252,7 +252,7 @@ def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
     """
     result: dict[object, Sample] = {}
     with untouched(model, sample_input), _listening(model, result):
-        _backward(_output(model, sample_input))
+        backward_of(output_of(model, sample_input))
     if not result:
         raise ValueError(
             "tune found no layer to measure: none trains in low precision or has a quantized weight whose kernel is 'auto', or "
@@ -359,7 +359,7 @@ def _serving_recorder(name: str, found: dict[object, Sample]) -> Callable[..., N
     return hook
 
 
-def _output(model: nn.Module, sample_input: SampleInput) -> Any:
+def output_of(model: nn.Module, sample_input: SampleInput) -> Any:
     if callable(sample_input):
         return sample_input(model)
     if isinstance(sample_input, Mapping):
@@ -367,7 +367,7 @@ def _output(model: nn.Module, sample_input: SampleInput) -> Any:
     return model(*sample_input) if isinstance(sample_input, tuple) else model(sample_input)
 
 
-def _backward(output: Any) -> None:
+def backward_of(output: Any) -> None:
     """From a loss; from the mean square of anything else."""
     loss = getattr(output, "loss", None)
     loss = output if loss is None else loss

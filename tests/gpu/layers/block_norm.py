@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python tests/gpu/layers/block_norm.py [--part bits times] [--shapes 6144x18432x8192 ...] [--out FOLDER]
 
-bits: cases of tests/support/block_norm.py, whose sums are exact. times: M x K x N, CUDA graphs over operands that the second-level
-cache cannot hold: the product with its epilogue (bfloat16, and codes with scales of 128 columns); torch's product with scales of
-rows alone; that product, and what torch.compile makes of norm, activation and codes behind it. A line each, and rows in
-FOLDER/block_norm.csv (else $OUT). About 90 seconds, of which compiling takes half.
+bits: cases of tests/support/block_norm.py, whose sums are exact. times: M x K x N, CUDA graphs over operands that the
+second-level cache cannot hold: the product with its epilogue (bfloat16, and codes with scales of 128 columns); torch's product
+with scales of rows alone; that product, and what torch.compile makes of norm, activation and codes behind it. A line each, and
+rows in FOLDER/block_norm.csv (else $OUT). About 90 seconds, of which compiling takes half.
 """
 
 from __future__ import annotations
