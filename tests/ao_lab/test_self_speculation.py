@@ -111,7 +111,7 @@ def test_the_model_is_left_alone():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exit_layer": 4}, "exit_layer is 1 to 3"),
+        ({"exit_layer": 4}, "at least 1 and below this model's 4 layers"),
         ({"exit_layer": 1, "drafts": 0}, "drafts is 1 or more"),
         ({"exit_layer": 1, "captured": True}, "needs a model on a GPU"),
     ],
