@@ -13,6 +13,7 @@ import torch
 import fast
 import reference
 from tests.gpu import host_time, validate, validate_kernels, validate_reference
+from tests.gpu.harness import pool
 from tests.gpu.harness import subject as harness
 from tests.gpu.harness.poison import WroteBeyond, poisoned
 from tests.gpu.harness.pool import Job, perform, run_jobs
@@ -22,6 +23,7 @@ from tests.gpu.kernels import layouts as kernel_errors
 from tests.gpu.kernels import schemes as kernel_formats
 from tests.gpu.kernels import schemes as kernel_schemes
 from tests.gpu.kernels import torch_calls as kernel_races
+from tests.support.runs import fresh_processes
 
 SETTINGS = Settings(device="cpu", fraction=0.05)
 EVERY = [
@@ -247,15 +249,17 @@ def living(run):
     run.same("decode", "0-d", np.array(1, np.uint8), "int4")
 
 
-def test_a_process_that_dies():
+def test_a_process_that_dies(monkeypatch):
     """Its job has failed; the other one is done by a fresh process."""
+    monkeypatch.setattr(pool, "CONTEXT", fresh_processes.context())
     jobs = [Job("f", "dying", "quantize", dying, weight=2.0), Job("f", "living", "decode", living)]
     results = {done.job.label: done for done in run_jobs(jobs, SETTINGS, workers=1)}
     assert "exit code 3" in text(results["dying"].checks)
     assert [check.status for check in results["living"].checks] == ["ok"]
 
 
-def test_time_that_is_over():
+def test_time_that_is_over(monkeypatch):
+    monkeypatch.setattr(pool, "CONTEXT", fresh_processes.context())
     jobs = [Job("f", str(i), "decode", living) for i in range(3)]
     results = list(run_jobs(jobs, SETTINGS, workers=1, seconds=0.0))
     assert len(results) == 3

@@ -67,6 +67,10 @@ def _labelled(check: Check, label: str) -> Check:
     return check
 
 
+#: How processes begin: with nothing of this one.
+CONTEXT = multiprocessing.get_context("spawn")
+
+
 def serve(connection: Connection, settings: Settings) -> None:
     """A process: jobs come, results go, until None comes."""
     import torch
@@ -83,9 +87,8 @@ class Worker:
     """A process and the job it has."""
 
     def __init__(self, settings: Settings) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, settings))
+        self.connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, settings))
         self.process.start()
         theirs.close()
         self.job: Job | None = None
