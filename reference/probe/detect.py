@@ -5,7 +5,7 @@ the right kernel of the specification: a kernel may round otherwise (another ord
 and still has to lose as little. **Fine**, with the exact product of the quantized operands, where most tokens show that the
 kernel's codes are those of the specification: then sums alone are left to err, and float32 sums in any order lose less
 than what `sum_error` finds for one term after the other. Channels and tokens have standard errors over the other axis; five
-of them, and a quarter more error than the right one has, are asked for.
+of them, and some more error than the right one has, are asked for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from reference.probe.drift import difference
 from reference.probe.estimates import F64, Estimate, mean, quantile
 from reference.probe.faults import Case
 
-#: Standard errors that make a fault, and how much more error than a right kernel's at least.
-ERRORS, MORE = 5.0, 1.25
+#: Standard errors that make a fault, and how much more error than a right kernel's at least. With scales that are powers of two
+#: the largest element of a row is rounded too, which is all of some rows' error (1.27 times seen; a cast that truncates: 1.6).
+ERRORS, MORE = 5.0, 1.4
 #: The same of one channel or token: scales rounded up to powers of two double the error of some.
 MORE_OF_ONE = 2.5
 #: The same of sums, whose error a right kernel has exactly: that of its outputs' rounding.

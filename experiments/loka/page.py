@@ -1,0 +1,49 @@
+"""The page of experiment `loka`: each part's findings and sections, in the order of `PAGES`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.loka import probe_page
+from experiments.report.content import Headline, Section
+from experiments.report.targets import RunTargets
+
+EXPERIMENT = "loka"
+TITLE = "Low precision in recommendation models"
+QUESTION = "Where is low precision safe in recommendation models, what does it cost, and is a kernel right?"
+ABOUT = (
+    "LoKA (arXiv 2605.10886) trains large recommendation models in FP8 by three parts: Probe measures each layer's errors on "
+    "learned inputs, Mods change models, Dispatch chooses kernels. It has no public code, and what is known of it stands in "
+    "readers' notes: what is here is a reconstruction, on a reproduction's models and on synthetic impressions of a documented "
+    "generator, with estimators of our own.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED: tuple[str, ...] = ()
+#: What each part says.
+PAGES = (probe_page,)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Of all parts."""
+    return [one for page in PAGES for one in page.findings(rows)]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(findings(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Of all parts."""
+    return [one for page in PAGES for one in page.headlines(rows)]
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Of all parts."""
+    return [one for page in PAGES for one in page.sections(rows)]
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of all parts."""
+    return [one for page in PAGES for one in page.targets_by_run(rows)]

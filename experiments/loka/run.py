@@ -1,0 +1,108 @@
+"""Experiment `loka`: probes of recommendation models and of kernels (our reconstruction of arXiv 2605.10886, and more).
+
+Parts are modules of this folder, each with its lines: what is measured at once. "sites" and "outputs" are what a probe predicts
+(`prediction`), "cost" what it takes online (`sampling_cost`), "faults" and "right kernels" what is told of kernels
+(`faulty_kernels`). Faults are computed on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
+from experiments.harness.registry import check_known
+from experiments.harness.revision import seed_and_libraries
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.loka import faulty_kernels, prediction, sampling_cost
+from experiments.loka.subjects import CANDIDATES, MODELS
+from experiments.runs.run import Settings
+
+EXPERIMENT = "loka"
+DATA, CASES = "drawn-ratings", "kernels"
+#: Models and candidates by scale.
+QUICK = {"models": ("DCN",), "candidates": ("rowwise", "int8_rowwise x int8_rowwise", "nf4")}
+#: Faults of the quick scale: one of each kind.
+SOME_FAULTS = (
+    "rows shifted",
+    "upper bound",
+    "stale scale",
+    "no scale",
+    "dropped tail",
+    "short accumulator",
+    "nan to zero",
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is measured at once: kind and data of its table, setting, method, and what finds its values."""
+
+    kind: str
+    data: str
+    setting: str
+    method: str
+    work: Callable[[], Values]
+    on_cpu: bool = False
+
+
+def probe_lines(settings: Settings) -> Iterator[Line]:
+    """Parts "sites", "outputs" and "cost"."""
+    quick = settings.scale == "quick"
+    place = settings.scale, settings.seed, settings.device
+    for name in QUICK["models"] if quick else MODELS:
+        for candidate in QUICK["candidates"] if quick else CANDIDATES:
+            for kind, find in (
+                (prediction.SITES, prediction.site_values),
+                (prediction.OUTPUTS, prediction.output_values),
+            ):
+                yield Line(kind, DATA, name, candidate, partial(find, name, candidate, *place))
+        yield Line(
+            sampling_cost.COST, DATA, name, "rowwise", partial(sampling_cost.cost_values, name, *place)
+        )
+
+
+def kernel_lines(settings: Settings) -> Iterator[Line]:
+    """Parts "faults" and "right kernels"."""
+    scale, seed = settings.scale, settings.seed
+    for name in SOME_FAULTS if scale == "quick" else faulty_kernels.FAULTS:
+        for kind in faulty_kernels.KINDS:
+            work = partial(faulty_kernels.fault_values, name, kind, scale, seed)
+            yield Line(faulty_kernels.FAULTY, CASES, name, kind, work, on_cpu=True)
+    work = partial(faulty_kernels.alarm_values, scale, seed)
+    yield Line(faulty_kernels.ALARMS, CASES, "all", "all", work, on_cpu=True)
+
+
+#: The parts by name, and what has their lines.
+PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {"probe": probe_lines, "kernels": kernel_lines}
+
+
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for."""
+    return f"drawn-{seed_and_libraries(settings.seed)}"
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again."""
+    journal = journal if journal is not None else Journal()
+    check_known(EXPERIMENT, PARTS, settings.only or ())
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    lines = [line for name in settings.only or PARTS for line in PARTS[name](settings)]
+    with bar(EXPERIMENT, len(lines)) as step:
+        for line in lines:
+            here = replace(settings, device="cpu") if line.on_cpu else settings
+            table = table_name(line.kind, settings.scale, line.data)
+            if not journal.finished(table, line.setting, line.method, settings.seed):
+                reason = deadline.reason(0.0)
+                values = status(reason) if reason else attempt(line.work)
+                keep(
+                    journal,
+                    failed,
+                    here.rows(EXPERIMENT, line.kind, line.data, line.setting, line.method, values),
+                )
+            step(f"{line.kind}, {line.setting}, {line.method}")
+    return [*journal.rows, *failed]
+
+
+__all__ = ["run", "subject"]

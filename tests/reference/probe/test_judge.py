@@ -1,0 +1,41 @@
+"""The calls that a kernel has to stand, and likeness; `tests/ao_lab/testing/test_kernels.py` has kernels."""
+
+import numpy as np
+import pytest
+
+from reference import SCHEMES
+from reference.probe import judge
+from reference.probe.faults import FAULTS, typical_inputs, typical_weight
+
+SCHEME = SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]
+
+
+def test_the_cases():
+    x, w = judge.operands(None, None, "bfloat16", 0)
+    found = {
+        case.name: case
+        for case in judge.cases(SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"], x, w, "bfloat16")
+    }
+    assert (x == x.astype(np.float32)).all()
+    assert not (x.view(np.uint32) & 0xFFFF).any()
+    assert (found["inputs times 2^12"].x == x * 4096).all()
+    assert found["other lengths"].x.shape == (246, 640)
+    assert np.isnan(found["NaN in a token"].x).sum() == 1
+    blocks = [
+        case.x.shape
+        for case in judge.cases(*SCHEME, typical_inputs(64, 512), typical_weight(128, 512), "float32")
+    ]
+    assert blocks == [(64, 512)] * 3 + [(59, 384)] + [(64, 512)]
+
+
+def test_a_right_kernel_and_one_that_is_like_a_fault():
+    given = typical_inputs(100, 384), typical_weight(128, 384)
+    assert judge.judge(lambda case: case.right, *SCHEME, *given).ok
+    both = judge.judge(lambda case: 1.01 * FAULTS["first row"].outputs(case), *SCHEME, *given)
+    assert both.looks_like == "first row"
+    assert 0.5 < both.explained < 1
+
+
+def test_wrong_operands():
+    with pytest.raises(ValueError, match="with 8 tokens"):
+        judge.operands(np.ones((3, 3)), None, "float32", 0)
