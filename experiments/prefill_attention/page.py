@@ -98,7 +98,7 @@ def error_section(name: str, where: Where, results: Results) -> Section:
     }
     figure = dots(methods, norms, "norm of the error over that of the result")
     drawing = Drawing(
-        f"prefill-attention-{name.lower()}-{where.scale}",
+        f"prefill-attention-{name.lower()}-{where.ending}",
         f"What 8 bits lose in the attention of {name}.",
         figure,
     )

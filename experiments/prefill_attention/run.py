@@ -24,6 +24,7 @@ from torch import Tensor
 from ao_lab.attention.model import use_attention_
 from experiments.data.texts import TextWindows
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
+from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import REAL, Bench, RealModel, quality
 from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
@@ -48,6 +49,7 @@ COMPARED = {"quick": ("int8", "fp8", "int8, neither"), "full": tuple(VARIANTS)}
 LAYERS = {"quick": 10, "full": 1}
 LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
+check_parts = partial(check_known, EXPERIMENT, tuple(VARIANTS))
 COSINE, NORM = "cosine", "norm of the error"
 WORST = ", worst layer"
 
@@ -72,6 +74,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
     tasks = [(ATTENTION, name, attended) for name in COMPARED[settings.scale]]
     tasks += [(ALL, name, predicted) for name in PREDICTED[settings.scale]]
+    tasks = [task for task in tasks if not settings.only or task[1] in settings.only]
     with bar(tables.kind, len(bench.windows) * len(tasks)) as step:
         for windows, (setting, name, work) in itertools.product(bench.windows, tasks):
             place = Place(setting, name, settings.seed)
@@ -126,4 +129,4 @@ def states_of(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, flo
     return found
 
 
-__all__ = ["run", "subject"]
+__all__ = ["check_parts", "run", "subject"]

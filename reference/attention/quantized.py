@@ -394,7 +394,7 @@ def _bound(p: _Problem, part: slice, chain: int | None) -> tuple[F64, F64]:
         error = np.where(rest > 0, (_by_heads(moved, values) + y * shift + sums) / rest, np.inf)
     error = np.where(seen.any(axis=-1, keepdims=True), error, 0.0)
     scales = np.repeat(p.v_scale, weights.shape[1] // p.v.shape[1], axis=1)
-    return np.asarray(y * scales), np.asarray(error * scales * (1 + gamma(4)) + gamma(4) * y * scales)
+    return np.asarray(y * scales), np.asarray(error * scales * (1 + gamma(8)) + gamma(8) * y * scales)
 
 
 def _cut(weights: F64, p: _Problem, chain: int) -> F64:

@@ -18,6 +18,7 @@ half a conversion to e4m3, the rescaling y (128 channels over N = 128 keys), abo
 long as both products, and what is not overlapped doubles the time: two programs of 64 queries, or two warp groups, take turns.
 Floor: the products alone at 1350 TFLOP/s, the best of FP8 products seen on an H200.
 
+Heads of 128 channels without windows and masks go to the same in CUDA C++ on Hopper (`sm90`), where warp groups take turns.
 What is not taken: softcap, biases (`refusal`).
 
 Dao et al., FlashAttention-3, arXiv 2407.08608 (FP8, ping-pong); SageAttention2, arXiv 2411.10958 (int8 and FP8, two levels).
@@ -33,6 +34,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fast.kernels.attention import sm90
 from fast.kernels.attention.quantize_heads import (
     TOKENS,
     Heads,
@@ -241,7 +243,7 @@ def attention(
     offset: int | None = None,
     window: int | None = None,
     mask: torch.Tensor | None = None,
-    plan: Plan | None = None,
+    plan: Plan | sm90.Variant | None = None,
 ) -> torch.Tensor:
     """As `fast.attention.quantized.quantized_attention`; ValueError for what `refusal` names. plan: for measurements."""
     reason = refusal(q, k, v, recipe)
@@ -264,8 +266,7 @@ def attention(
         masks = None if masks is None else masks[..., start:stop]
     seen = None if masks is None else masks.any(dim=2).any(dim=1).expand(q.shape[0], -1)
     heads = quantize_heads(q, k, v, recipe, seen)
-    y: torch.Tensor = attended(heads, q, v, recipe, scale, causal, offset, window, masks, k.shape[2], plan)
-    return y
+    return attended(heads, q, v, recipe, scale, causal, offset, window, masks, k.shape[2], plan)
 
 
 def _mask_of(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -287,9 +288,16 @@ def _mask_of(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def attended(
     heads: Heads, q: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe, scale: float, causal: bool, offset: int | None,
-    window: int | None, mask: torch.Tensor | None, keys: int, plan: Plan | None = None,
+    window: int | None, mask: torch.Tensor | None, keys: int, plan: Plan | sm90.Variant | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The product of codes; see `attention`. q, v: for their shapes and dtype."""
+    if plan is None and sm90.refusal(q, v, recipe, window, mask) is None:
+        plan = sm90.Variant()
+    if isinstance(plan, sm90.Variant):
+        y = sm90.attended(heads, q, recipe, scale, causal, offset, keys, plan)
+        if y is not None:
+            return y
+        plan = None
     (batch, count, queries, width), value_width = q.shape, v.shape[-1]
     groups, d, v_d = count // v.shape[1], width_of(width), width_of(value_width)
     plan = plan_of(max(d, v_d)) if plan is None else plan

@@ -46,6 +46,11 @@ def to_float16(value: int) -> int:
     return float16_of(real(value))
 
 
+def to_e4m3(value: float) -> int:
+    """float8_e4m3fn of a float32, the largest finite one beyond it."""
+    return int(np.array(np.clip(value, -448, 448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
 def bfloat16_of(value: float) -> int:
     """bfloat16 of a float64, by way of float32 as ml_dtypes has it."""
     return to_bfloat16(pattern(value))

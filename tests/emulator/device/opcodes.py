@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.device.floats import pattern, patterns_of_halves, real, to_bfloat16, to_float16
+from tests.emulator.device.floats import pattern, patterns_of_halves, real, to_bfloat16, to_e4m3, to_float16
 
 Step = Callable[[Any], Any]
 WIDTHS = {
@@ -68,10 +68,14 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.rn.f32.s32": lambda v: pattern(signed(v, 32)),
     # The device may err by a unit in the last place.
     "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
+    "rcp.rn.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
+    "ex2.approx.ftz.f32": lambda v: pattern(np.exp2(real(v))),
+    "cvt.rpi.f32.f32": lambda v: pattern(np.ceil(real(v))),
 }  # fmt: skip
 PAIRS: dict[str, Callable[..., int]] = {
     "cvt.rn.bf16x2.f32": lambda high, low: to_bfloat16(high) << 16 | to_bfloat16(low),
     "cvt.rn.f16x2.f32": lambda high, low: to_float16(high) << 16 | to_float16(low),
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: to_e4m3(real(high)) << 8 | to_e4m3(real(low)),
 }
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,

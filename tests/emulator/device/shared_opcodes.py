@@ -42,8 +42,8 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
             th.registers[target] = address(th) & LOW | rank(th) << RANK | 1 << 31
 
         return mapa
-    if opcode == "shfl.sync.idx.b32":
-        return _shuffle(operands, o, at)
+    if opcode in ("shfl.sync.idx.b32", "shfl.sync.bfly.b32"):
+        return _shuffle(operands, o, at, ".bfly." in opcode)
     if opcode == "bar.arrive":
         return _bar_arrive(operands, o)
     if opcode == "bar.sync":
@@ -105,15 +105,15 @@ def _bar_arrive(operands: tuple[str, ...], o: Operands) -> Step:
     return step
 
 
-def _shuffle(operands: tuple[str, ...], o: Operands, at: int) -> Step:
+def _shuffle(operands: tuple[str, ...], o: Operands, at: int, butterfly: bool) -> Step:
     names = [o.at(name) for name in operands[0].split("|")]
     value, lane = o.reader(operands[1]), o.reader(operands[2])
 
     def step(th: Any) -> str | None:
         def together(group: list[Any]) -> None:
             given = [value(one) for one in group]
-            for one in group:
-                one.registers[names[0]] = given[lane(one)]
+            for place, one in enumerate(group):
+                one.registers[names[0]] = given[place ^ lane(one) if butterfly else lane(one)]
                 for rest in names[1:]:
                     one.registers[rest] = True
 
@@ -315,10 +315,13 @@ def _one(values: set[Any]) -> Any:
     return values.pop()
 
 
-def _add(group: list[Any], names: list[int], made: np.ndarray, integer: bool) -> None:
-    """Sums (64, N) to the registers of the threads."""
-    old = np.array([[th.registers[place] for place in names] for th in group], np.uint32)
+def _add(group: list[Any], names: list[int], made: np.ndarray, integer: bool, fresh: bool = False) -> None:
+    """Sums (64, N) to the registers of the threads; fresh: which begin at zero."""
     given = made[places(len(names))]
+    if fresh:
+        old = np.zeros(given.shape, np.uint32)
+    else:
+        old = np.array([[th.registers[place] for place in names] for th in group], np.uint32)
     if integer:
         new = (old + given).astype(np.uint32)
     else:
@@ -355,8 +358,12 @@ def _multiply_sparse(opcode: str, operands: tuple[str, ...], o: Operands) -> Tog
 def _multiply_fragments(opcode: str, operands: tuple[str, ...], o: Operands) -> Together:
     names, fragment = ([o.at(name) for name in o.list(text)] for text in operands[:2])
     b = o.reader(operands[2])
-    if operands[3:] != ("1", "1", "1", "0"):
+    if operands[4:] != (("1", "1") if ".e4m3." in opcode else ("1", "1", "0")) or operands[3] not in (
+        "0",
+        "1",
+    ):
         raise NotImplementedError(f"{opcode} with {operands[3:]}")
+    fresh = operands[3] == "0"
 
     def together(group: list[Any]) -> None:
         second = _one({b(th) for th in group})
@@ -366,7 +373,8 @@ def _multiply_fragments(opcode: str, operands: tuple[str, ...], o: Operands) -> 
             # The tensor core may read them at any time until now.
             if not np.array_equal(words, [[th.registers[place] for place in fragment] for th in group]):
                 raise ValueError("an operand changed while a product reads it")
-            _add(group, names, fragment_product(group[0].cta.shared.data, opcode, words, second), False)
+            made = fragment_product(group[0].cta.shared.data, opcode, words, second)
+            _add(group, names, made, False, fresh)
 
         _products(group)[-1].append(multiply)
 
@@ -377,14 +385,15 @@ def _multiply_shared(opcode: str, operands: tuple[str, ...], o: Operands) -> Tog
     """Elements of 8 bits: integers have no signs of the operands."""
     names, integer = [o.at(name) for name in o.list(operands[0])], ".s32." in opcode
     a, b = (o.reader(name) for name in operands[1:3])
-    if operands[3:] != (("1",) if integer else ("1", "1", "1")):
+    if operands[4:] != (() if integer else ("1", "1")) or operands[3] not in ("0", "1"):
         raise NotImplementedError(f"{opcode} with {operands[3:]}")
+    fresh = operands[3] == "0"
 
     def together(group: list[Any]) -> None:
         first, second = _one({(a(th), b(th)) for th in group})
         shared = group[0].cta.shared.data
         _products(group)[-1].append(
-            lambda: _add(group, names, dense_product(shared, opcode, first, second), integer)
+            lambda: _add(group, names, dense_product(shared, opcode, first, second), integer, fresh)
         )
 
     return together

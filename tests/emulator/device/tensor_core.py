@@ -82,17 +82,20 @@ def product(memory: np.ndarray, opcode: str, a: int, b: int, words: np.ndarray) 
 def fragment_product(memory: np.ndarray, opcode: str, words: np.ndarray, b: int) -> np.ndarray:
     """The sums (64, N) of an instruction without metadata, its first operand the registers (128, 4) of the threads.
 
-    Register i is row 16 w + l / 4 + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, the first in the low half.
+    Register i is row 16 w + l / 4 + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, the first in the low half; of 8-bit
+    elements columns 4 t + 16 (i / 2) and the next three.
     """
     found = SHAPE.search(opcode)
-    if found is None or found[2] != "16":
+    k, each = (int(found[2]), 32 // int(found[2])) if found is not None else (0, 0)
+    if found is None or k * np.dtype(ELEMENTS[found[4]]).itemsize != 32:
         raise NotImplementedError(opcode)
     n, first, second = int(found[1]), ELEMENTS[found[4]], ELEMENTS[found[5]]
-    halves = np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(first).astype(np.float64)
-    thread, i, half = np.indices(halves.shape)
-    weight = np.zeros((64, 16))
+    kind, many = (np.uint16, 2) if each == 2 else (np.uint8, 4)
+    parts = words.astype(np.uint32).view(kind).reshape(*words.shape, many).view(first).astype(np.float64)
+    thread, i, part = np.indices(parts.shape)
+    weight = np.zeros((64, k))
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
-    weight[row, 2 * (thread % 4) + 8 * (i // 2) + half] = halves
+    weight[row, many * (thread % 4) + k // 2 * (i // 2) + part] = parts
     return weight @ operand(memory, b, n, 32).copy().view(second).astype(np.float64).T
 
 

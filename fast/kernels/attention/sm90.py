@@ -1,0 +1,183 @@
+"""Attention in 8 bits in CUDA C++: what is taken, what is compiled for it, and what is launched.
+
+Operands are those of `fast.kernels.attention.prefill`, which multiplies where this does not take them. Of the 240 registers of
+a thread that multiplies 68 are sums, 68 those of a tile, 64 scores of the next tile.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fast.kernels.attention.quantize_heads import Heads, padded, tokens_of_scale
+from fast.kernels.hopper.wgmma import product
+from fast.launch import cuda
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.cuda import CudaLaunch, Kernel, Maps
+from fast.launch.driver import tensor_map
+from fast.launch.hopper import KINDS, is_served
+from reference.attention.quantized import LOG2E, AttentionRecipe
+
+#: Channels of a head; queries and keys of a tile; rows of ones behind a tile of values.
+WIDTH, QUERIES, KEYS, ONES = 128, 128, 128, 8
+#: Pointers of a launch, of which the first three are read through their tensor maps.
+POINTERS = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "y")
+#: Numbers of the source's `Problem`.
+NUMBERS = "f9i"
+#: Bytes of keys and values, of all sequences, that programs at work read together: half of the second-level cache.
+TOGETHER = 24 << 20
+
+
+class Variant(NamedTuple):
+    """stages: of the ring."""
+
+    stages: int = 4
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 384
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: queries, the ring with scales of keys, barriers, alignment."""
+        stage = KEYS * WIDTH + (WIDTH + ONES) * KEYS + 4 * KEYS
+        return QUERIES * WIDTH + self.stages * (stage + 32) + 8 + 1024
+
+
+class Problem(NamedTuple):
+    """What is multiplied: element of queries and keys, dtype of the result, whether each key has a scale, whether causal."""
+
+    element: str
+    out: str
+    by_token: bool
+    causal: bool
+
+
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
+    return {
+        "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
+        "CAUSAL": int(problem.causal),
+    }  # fmt: skip
+
+
+def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
+    """Queries by keys, both in shared memory; weights, in registers, by values."""
+    integer = problem.element == "int8"
+    kind, signs = ("s8", "") if integer else ("e4m3", ", 1, 1")
+    scores = _products(
+        "Score", KEYS, f"{kind}.{kind}", "u64 a, u64 b", "{0}, {1}, MORE" + signs, '"l"(a), "l"(b)', integer
+    )
+    sums = _products(
+        "float", WIDTH + ONES, "e4m3.e4m3", "u32 a, u32 b, u32 c, u32 e, u64 values",
+        "{{{0}, {1}, {2}, {3}}}, {4}, MORE, 1, 1", '"r"(a), "r"(b), "r"(c), "r"(e), "l"(values)', False,
+    )  # fmt: skip
+    text = f"""
+typedef {"int" if integer else "float"} Score;
+
+__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
+__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
+"""
+    return {"products.h": text + scores + sums}
+
+
+def _products(
+    dtype: str, columns: int, kinds: str, arguments: str, operands: str, inputs: str, integer: bool
+) -> str:
+    """`multiply`, `finish`, and `start`, a product whose sums begin at zero: what their registers held is not kept for it."""
+    made = {
+        more: product(
+            columns, 32, kinds, arguments, operands.replace("MORE", more), inputs, integer=integer
+        ).replace("Sum", dtype)
+        for more in "01"
+    }  # fmt: skip
+    start = (
+        made["0"].partition("// Wait for all")[0].replace("void multiply(", "void start(").replace('"+', '"=')
+    )
+    return start.replace("// Add the", "// The") + made["1"]
+
+
+KERNEL = Kernel(
+    "sm90_attention",
+    Path(__file__).parent,
+    _defines,
+    shared=("copies.cuh",),
+    generated=_generated,
+    instead="Triton's kernel multiplies",
+    fails_whole=True,
+)
+
+
+def refusal(
+    q: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe, window: int | None, mask: torch.Tensor | None
+) -> str | None:
+    """Why Triton's kernel multiplies, or None."""
+    if not is_served(q):
+        return "it is for Hopper, with NVRTC"
+    return unfit(q.shape[-1], v.shape[-1], recipe, window, mask)
+
+
+def unfit(
+    width: int, value_width: int, recipe: AttentionRecipe, window: int | None, mask: torch.Tensor | None
+) -> str | None:
+    """The same of sizes and rules."""
+    if (width, value_width) != (WIDTH, WIDTH):
+        return f"it takes heads of {WIDTH} channels"
+    if window is not None or mask is not None:
+        return "it has no windows and masks"
+    if tokens_of_scale(recipe.schemes[0], width) != 1 or recipe.chain % KEYS:
+        return f"it takes a scale for each query, and chains of {KEYS} tokens"
+    return None
+
+
+def attended(
+    heads: Heads, q: torch.Tensor, recipe: AttentionRecipe, scale: float, causal: bool, offset: int | None, keys: int,
+    variant: Variant | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    """(B, H, T, D), memory (B, T, H, D), of codes; None where the kernel does not compile or load. q: for shape and dtype."""
+    batch, count, queries, _ = q.shape
+    variant = Variant() if variant is None else variant
+    by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
+    problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal)
+    if not cuda.is_loadable(KERNEL, variant, problem, heads.q.get_device()):
+        return None
+    groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
+    rows = batch * count
+    together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
+    place = keys - queries if offset is None else offset
+    numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
+
+    def describe(q: int, k: int, v: int) -> bytes:
+        return (
+            tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
+            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
+            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
+        )
+
+    launch = CudaLaunch(
+        KERNEL, variant, problem, POINTERS, rows * -(-queries // QUERIES), variant.shared, (NUMBERS, numbers),
+        maps=Maps(describe, 3, (0, 1, 2)),
+    )  # fmt: skip
+    call = Call(
+        dict(
+            zip(
+                POINTERS,
+                (heads.q, heads.k, heads.v, heads.q_scale, heads.k_scale, heads.v_scale),
+                strict=False,
+            )
+        )
+    )
+    call.allocate("y", (batch, queries, count, WIDTH), q.dtype)
+    call.launch(launch, POINTERS)
+    y: torch.Tensor = call.result("y", None, None)
+    return y.transpose(1, 2)
+
+
+__all__ = ["KERNEL", "Problem", "Variant", "attended", "refusal", "unfit"]

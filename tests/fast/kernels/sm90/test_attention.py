@@ -1,0 +1,165 @@
+"""`sm90_attention` in the emulator, within the bound of the reference: swizzles, barriers, turns, masks; planted faults; what
+is compiled, and what is taken."""
+
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from fast.kernels.attention import sm90
+from fast.kernels.attention.quantize_heads import Heads, padded
+from fast.kernels.attention.sm90 import KERNEL, Problem, Variant
+from reference.attention.quantized import (
+    ATTENTION_RECIPES,
+    AttentionRecipe,
+    quantize_operands,
+    quantized_attention,
+    quantized_attention_error_bound,
+)
+from tests.emulator.device.stand_in import StandIn
+from tests.emulator.faults import assert_seen
+from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled, uses_in_flight
+from tests.fast.kernels.sm90.products import require_nvrtc
+from tests.fast.kernels.sm90.test_compile import assemblers
+
+#: Recipe, sequences, heads, key heads, queries, keys, options, dtype, stages.
+CASES = {
+    "causal": ("int8_block", 1, 2, 1, 130, 200, {"causal": True}, torch.bfloat16, 2),
+    "all": ("int8", 1, 1, 1, 64, 150, {}, torch.float16, 2),
+    "float8": ("fp8", 2, 1, 1, 70, 300, {"causal": True}, torch.float32, 4),
+    "earlier": ("int8", 1, 2, 2, 200, 130, {"causal": True, "offset": 2}, torch.bfloat16, 3),
+}
+
+
+def states(batch, heads, kv, queries, keys, dtype):
+    draw = torch.Generator().manual_seed(0)
+    sizes = (batch, heads, queries, 128), (batch, kv, keys, 128), (batch, kv, keys, 128)
+    return [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+
+
+def heads_of(made):
+    """Codes where the kernels read them: `quantize_heads`."""
+
+    def filled(x, tokens, axis):
+        x = torch.as_tensor(np.asarray(x))
+        return torch.nn.functional.pad(
+            x, [0, 0] * (x.dim() - 1 - axis) + [0, tokens - x.shape[axis]]
+        ).contiguous()
+
+    queries, keys = padded(made.q.codes.shape[2]), padded(made.k.codes.shape[2])
+    place = torch.arange(keys)
+    token = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
+    values = filled(made.v.codes, keys, 2)[:, :, token].transpose(2, 3).contiguous()
+    scales = filled(made.k.scale[..., 0], keys if made.k.scale.shape[2] > keys // 128 else keys // 128, 2)
+    return Heads(
+        filled(made.q.codes, queries, 2), filled(made.q.scale[..., 0], queries, 2), filled(made.k.codes, keys, 2), scales,
+        values, torch.as_tensor(np.asarray(made.v.scale[:, :, 0])).contiguous(), None,
+    )  # fmt: skip
+
+
+def attended(name, **device):
+    """The emulated result and operands of a case."""
+    recipe, batch, heads, kv, queries, keys, options, dtype, stages = CASES[name]
+    q, k, v = states(batch, heads, kv, queries, keys, dtype)
+    made = heads_of(quantize_operands(q, k, v, recipe))
+    rules = (ATTENTION_RECIPES[recipe], 128**-0.5, options.get("causal", False), options.get("offset"), keys)
+    call = lambda: sm90.attended(made, q, *rules, Variant(stages))  # noqa: E731
+    y = StandIn(**device).made(call, *made[:6])
+    return y, (q, k, v, recipe), options
+
+
+def within(name, **device):
+    """Whether the emulated result is within the bound."""
+    y, operands, options = attended(name, **device)
+    exact = quantized_attention(*operands, out_dtype="float64", **options)
+    out = str(y.dtype).removeprefix("torch.")
+    bound = quantized_attention_error_bound(*operands, out_dtype=out, accumulation="exact", **options)
+    return bool((np.abs(y.double().numpy() - np.asarray(exact)) <= bound).all())
+
+
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(one, marks=pytest.mark.nightly) for one in list(CASES)[1:])]
+)
+def test_within_the_bound(name, early):
+    require_nvrtc()
+    assert within(name, early=early, seed=1)
+
+
+#: A piece of the source and what takes its place.
+FAULTS = {
+    "scores of a tile that has not arrived": (
+        "if (more) wait_for(ring.full_k + 8 * next.stage, next.parity);", "",
+    ),
+    "values that have not arrived": ("wait_for(ring.full_v + 8 * at.stage, at.parity);", ""),
+    "keys are handed back while they are read": (
+        "release(ring.empty_v + 8 * at.stage);",
+        "release(ring.empty_v + 8 * at.stage), release(ring.empty_k + 8 * next.stage);",
+    ),
+    "the sum shrinks by the other row's factor": ("rows.shrink[i / 2 % 2]", "rows.shrink[1 - i / 2 % 2]"),
+    "weights of two rows are exchanged": ("j % 2 * 2 + r]", "j % 2 * 2 + 1 - r]"),
+    "the last key is seen": ("p.offset + 1) : p.keys", "p.offset + 2) : p.keys"),
+    "a tile at the edge is not masked": ("if (tile < work.free)", "if (tile <= work.free)"),
+    "tokens of values in their own order": ("4 * (i / 2) + 2 * r + i % 2", "4 * (i % 2) + 2 * r + i / 2"),
+    "ones are twos": ("0x38383838", "0x40404040"),
+    "a query head's keys are its own": ("row % p.heads / p.groups;", "row % p.heads % p.groups;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [one if at in (4, 6) else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
+)
+def test_the_emulator_sees(fault):
+    require_nvrtc()
+    assert_seen(FAULTS[fault], is_right)
+
+
+def is_right(early, change):
+    return within("causal", early=early, change=change, seed=1)
+
+
+PROBLEMS = [Problem(element, out, by_token, causal) for element, out, by_token, causal in (
+    ("int8", "bfloat16", False, True), ("int8", "bfloat16", True, True), ("float8_e4m3fn", "float16", True, False),
+    ("int8", "float32", True, False),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "problem", [PROBLEMS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in PROBLEMS[1:])], ids=str
+)
+def test_compiled(problem):
+    """No spills, no serialized products, and registers of products are left alone until they are waited for."""
+    cubin, log = compiled(KERNEL, Variant(), problem)
+    assert complaints(log, Variant().threads) == []
+    code = disassembled(cubin)
+    assert uses_in_flight(code) == []
+    products = [line.text.split()[0] for line in code.lines if "GMMA." in line.text]
+    assert sum(one.startswith("QGMMA.64x136x32") for one in products) == 4
+    assert len(products) == 12
+    assert not any(line.text.startswith(("STL", "LDL")) for line in code.lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_older_assemblers(problem, tmp_path):
+    require_nvrtc()
+    ptx = KERNEL.compiled(Variant(), problem, ptx=True)[0].decode().rstrip("\0")
+    text, cubin = tmp_path / "a.ptx", tmp_path / "a.cubin"
+    text.write_text(re.sub(r"\.version .*", ".version 8.7", ptx))
+    for assembler in assemblers():
+        command = [assembler, "-arch=sm_90a", "-v", str(text), "-o", str(cubin)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert complaints(log, Variant().threads) == []
+        assert uses_in_flight(disassembled(cubin.read_bytes())) == []
+
+
+def test_what_is_taken():
+    recipe = ATTENTION_RECIPES["int8"]
+    assert sm90.unfit(128, 128, recipe, None, None) is None
+    assert "128 channels" in sm90.unfit(64, 64, recipe, None, None)
+    assert "no windows" in sm90.unfit(128, 128, recipe, 7, None)
+    assert "chains of 128" in sm90.unfit(128, 128, AttentionRecipe(chain=32), None, None)
+    assert "Hopper" in sm90.refusal(*states(1, 1, 1, 4, 4, torch.float32)[::2], recipe, None, None)
