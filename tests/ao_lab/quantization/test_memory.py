@@ -314,7 +314,7 @@ def test_models_change_while_an_output_is_alive(change):
     x = torch.randn(2, 64, requires_grad=True)
     y, expected = changed(x), kept(x)
     change(changed)
-    gc.collect()
+    gc.collect(1)  # what was just let go; a look at all objects takes seconds
     dtype, device = changed[0].bias.dtype, changed[0].bias.device
     for layer in changed:
         assert isinstance(layer.weight, QuantizedTensor)
@@ -331,7 +331,7 @@ def test_models_change_while_a_view_is_alive():
     net = int8_layers()
     dense, view, alias = net[0].weight.dequantize(), net[0].weight.t(), net[0].weight.detach()
     net.half()
-    gc.collect()
+    gc.collect(1)  # what was just let go; a look at all objects takes seconds
     assert (net[0].weight.dtype, view.dtype, alias.dtype) == (torch.float16, torch.float32, torch.float32)
     assert torch.equal(view.dequantize(), dense.t())
     assert torch.equal(alias.dequantize(), dense)

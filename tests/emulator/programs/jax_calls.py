@@ -1,6 +1,6 @@
 """The kernels of ao_lab.jax without a GPU: Triton's interpreter runs them inside JAX programs, by callbacks.
 
-    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process jax_calls SCHEME...
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process jax_calls [day] SCHEME...
 
 Prints the schemes whose bits agree with the reference in every function, shape and transformation tried; raises otherwise.
 Everything but the launch itself is what runs on a GPU: the checks, the plans, vmap's rule, the gradient. (Values are float32:
@@ -38,6 +38,7 @@ SHAPES = (
     ((3, 100), -1),
     ((256,), -1),
 )
+BY_DAY = SHAPES[1:3] + SHAPES[4:5]
 PARTS = ("codes", "scale", "outer", "zero")
 # XLA's threads flush subnormals, which callbacks on them would inherit.
 THREAD = ThreadPoolExecutor(1)
@@ -148,14 +149,15 @@ def compare_stochastic(x, name):
 
 
 def main(*names):
-    """Compare; the names of schemes that agree."""
+    """Compare; the names of schemes that agree. After "day": the shapes that take ways of their own alone."""
     install()
+    shapes, names = (BY_DAY, names[1:]) if names[0] == "day" else (SHAPES, names)
     for name in names:
         before = len(launched)
         outer = SCHEMES[name].outer
         # Scales of scales are XLA's work, which takes long to compile; their blocks know no axes.
         few = outer is not None and outer.statistic != "absmax_elements"
-        for shape, axis in SHAPES[:1] if few else SHAPES:
+        for shape, axis in shapes[:1] if few else shapes:
             x = RNG.standard_normal(shape) * np.exp(RNG.standard_normal((*shape[:-1], 1)))
             x = x.astype(np.float32)
             if covered(x, name, axis):
