@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST, SUMS
+from experiments.kv_cache.needle import METHODS
+from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SUMS, UNLIKE
 from experiments.models.causal_lm import REAL
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves
@@ -27,6 +28,11 @@ SUM_TEXT = (
     "One query, equal scores, values in e4m3 of mean 0.5, by reference.matmul's model of Hopper's tensor core. In one chain "
     "products below 2^-13 of the sum are cut off, so that late tokens count for little: the arithmetic of a published "
     "fall of a needle's retrieval at 131072 tokens from 91% to 13%, and 89% with sums in two levels (vLLM, 2026-04-22).",
+)
+NEEDLE_TEXT = (
+    "A model of one attention layer, trained here, names the value of a needle among noise tokens. In the longest contexts a "
+    "needle is a few percent of the attention beside the mean value of the noise. Caches are read with exact sums; FP8 sums are "
+    "as above.",
 )
 MODEL_TEXT = (
     "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions, "
@@ -50,6 +56,18 @@ def findings(rows: Sequence[Row]) -> list[str]:
         words.append(
             f"FP8 sums over {longest} tokens lose {number(100 * (errors[0] or 0), 0)}% in one chain and "
             f"{number(100 * (errors[1] or 0), 2)}% in chains of 128."
+        )
+    needle = best_run(by_run(rows, NEEDLE))
+    if needle is not None:
+        longest = max(needle[1].settings, key=int)
+        words.append(
+            f"Of answers about a needle among {longest} tokens "
+            + ", ".join(
+                f"{number(needle[1].value(longest, method, UNLIKE), 0)}% by {method}"
+                for method in METHODS
+                if "sums" in method
+            )
+            + " are not those of exact sums."
         )
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
@@ -76,6 +94,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     """Sums, then models, run by run."""
     return [
         *(sums_section(where, results) for where, results in by_run(rows, SUMS).items()),
+        *(needle_section(where, results) for where, results in by_run(rows, NEEDLE).items()),
         *(
             model_section(kind, where, results)
             for kind in kinds(rows)
@@ -93,6 +112,19 @@ def sums_section(where: Where, results: Results) -> Section:
     lines = [[one, *(number(results.value(one, method, ERROR), 5) for method in CHAINS)] for one in contexts]
     table = Table("Relative error of attention", ["tokens", *CHAINS], lines, results.rows)
     return Section(f"FP8 sums ({where})", SUM_TEXT, [drawing], [table])
+
+
+def needle_section(where: Where, results: Results) -> Section:
+    """Needles that are found, and answers that change, by context."""
+    contexts = sorted(results.settings, key=int)
+    tables = [
+        Table(
+            f"{metric[0].upper()}{metric[1:]} (%)", ["tokens", *METHODS],
+            [[one, *(number(results.value(one, method, metric), 1) for method in METHODS)] for one in contexts], results.rows,
+        )
+        for metric in (FOUND, UNLIKE)
+    ]  # fmt: skip
+    return Section(f"A needle ({where})", NEEDLE_TEXT, [], tables)
 
 
 def model_section(kind: str, where: Where, results: Results) -> Section:

@@ -3,6 +3,9 @@
 **sums** (`SUMS`): attention of one query to equal scores, values in e4m3 of mean 0.5, by the model of Hopper's tensor core with
 FP8 operands: in one chain over the context, and in chains of 128 tokens that are added in float32. Computed on a CPU, exactly.
 
+**needle** (`NEEDLE`): a small attention model trained here, asked for one token among many (`experiments.kv_cache.needle`),
+from caches in low precision and by FP8 sums: how many needles are found, and how many answers are not those of exact sums.
+
 **A real model** (`real NAME`): every token of a window is predicted from a cache of ours, token by token as decoding would: the
 first token fills the cache, all others attend to what is stored, their own keys and values too. Changes are paired with the
 model's own predictions; standard errors are over documents.
@@ -26,6 +29,7 @@ from ao_lab.kv_cache.recipe import RECIPES
 from experiments.data.texts import TextWindows
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
 from experiments.harness.rows import Journal, Row, table_name
+from experiments.kv_cache.needle import METHODS, Plan, asked, trained
 from experiments.models.causal_lm import REAL, Bench, RealModel, values_of
 from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
 from experiments.runs.run import Settings, all_rows
@@ -34,6 +38,11 @@ from reference.attention.attention import attention
 EXPERIMENT = "kv_cache"
 SUMS, DATA = "sums", "uniform-weights"
 ERROR = "relative error of the sum"
+NEEDLE, HAYSTACK = "needle", "uniform-noise"
+FOUND, UNLIKE = "needles found", "answers unlike exact sums'"
+#: Tokens of a haystack, models and contexts of each by scale.
+HAYSTACKS = {"quick": (1024, 8192), "full": (1024, 8192, 32768, 131072)}
+ASKED = {"quick": (1, 4), "full": (5, 8)}
 #: Tokens of a context by scale; tokens of a chain by method.
 CONTEXTS = {"quick": (1024, 8192, 32768, 131072), "full": tuple(2**n for n in range(9, 19))}
 CHAINS = {"one chain": None, "chains of 128 tokens": 128}
@@ -54,6 +63,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """All rows; those in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     _sums(replace(settings, device="cpu"), journal)
+    _needle(replace(settings, device="cpu"), journal)
     return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
 
 
@@ -64,6 +74,22 @@ def _sums(settings: Settings, journal: Journal) -> None:
             if not journal.finished(table, str(tokens), method, settings.seed):
                 values: Values = {ERROR: (sum_error(tokens, promote, settings.seed), "")}
                 journal.add(settings.rows(EXPERIMENT, SUMS, DATA, str(tokens), method, values))
+
+
+def _needle(settings: Settings, journal: Journal) -> None:
+    table = table_name(NEEDLE, settings.scale, HAYSTACK)
+    count, each = ASKED[settings.scale]
+    places = [
+        (tokens, method)
+        for tokens in HAYSTACKS[settings.scale]
+        for method in METHODS
+        if not journal.finished(table, str(tokens), method, settings.seed)
+    ]
+    models = [trained(Plan(seed=settings.seed + number)) for number in range(count)] if places else []
+    for tokens, method in places:
+        said = asked(models, tokens, method, each, settings.seed)
+        values: Values = {FOUND: (100 * said.found, "%"), UNLIKE: (100 * said.unlike, "%")}
+        journal.add(settings.rows(EXPERIMENT, NEEDLE, HAYSTACK, str(tokens), method, values))
 
 
 def sum_error(tokens: int, promote: int | None, seed: int = 0) -> float:

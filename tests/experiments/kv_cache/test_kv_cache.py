@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import transformers
 
 from experiments.data import texts
 from experiments.harness.rows import Journal, Row
-from experiments.kv_cache import page, run
+from experiments.kv_cache import needle, page, run
 from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST
 from experiments.runs.run import RealModels, settings_for
 
@@ -35,6 +36,7 @@ def test_a_real_model(folder, tmp_path, monkeypatch):
     """Recipes by part of the windows; what failed is told of and measured again by the next run."""
     monkeypatch.delenv(texts.VARIABLE, raising=False)
     monkeypatch.setattr(run, "CONTEXTS", {"quick": ()})
+    monkeypatch.setattr(run, "HAYSTACKS", {"quick": ()})
     asked = RealModels(models=(str(folder),), windows=2, length=16)
     settings = replace(settings_for("quick", "cpu", tmp_path), models=asked.models, asked=asked)
     predicted, journal = run.predicted, Journal()
@@ -59,6 +61,18 @@ def test_a_real_model(folder, tmp_path, monkeypatch):
     assert 0 <= change["int4"] < change["fp8"]
 
 
+def test_needles():
+    """A short training finds needles from every cache; one chain of FP8 sums errs more than short ones over a long context."""
+    models = [needle.trained(needle.Plan(steps=150, length=128, longest=2048))]
+    for method in needle.METHODS:
+        assert needle.asked(models, 1024, method, 3).found > 0.9
+    assert needle.asked(models, 1024, "exact", 1).unlike == 0
+    q, k, v = (x.numpy() for x in models[0].states(needle.contexts(1, 32768, np.random.default_rng(0))[0]))
+    exact, one, parts = (needle.attended(q, k, v, *needle.METHODS[method]) for method in
+                         ("exact", "fp8 sums, one chain", "fp8 sums, chains of 128"))  # fmt: skip
+    assert np.linalg.norm(one - exact) > 3 * np.linalg.norm(parts - exact)
+
+
 def row(table, setting, method, metric, value):
     return Row(experiment="kv_cache", table=table, setting=setting, method=method, metric=metric, value=value, unit="",
                device="cpu", seed=0)  # fmt: skip
@@ -67,8 +81,13 @@ def row(table, setting, method, metric, value):
 def test_page():
     rows = [row("sums/full/uniform-weights", tokens, method, ERROR, value) for tokens in ("1024", "131072")
             for method, value in zip(CHAINS, (0.5, 1e-4), strict=True)]  # fmt: skip
+    rows += [row("needle/full/uniform-noise", "131072", method, metric, 12.0) for method in needle.METHODS
+             for metric in (run.FOUND, run.UNLIKE)]  # fmt: skip
     rows += [row("real m/full/text", ALL, "fp8", "perplexity, change", 0.05)]
     found = page.findings(rows)
     assert found[0] == "FP8 sums over 131072 tokens lose 50% in one chain and 0.01% in chains of 128."
-    assert "fp8 0.05%" in found[1]
-    assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "m"]
+    assert found[1].startswith(
+        "Of answers about a needle among 131072 tokens 12% by fp8 sums, one chain, 12%"
+    )
+    assert "fp8 0.05%" in found[2]
+    assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
