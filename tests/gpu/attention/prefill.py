@@ -7,9 +7,9 @@ bits: codes and scales of queries, keys and values equal to the reference's, att
 `quantized_attention_error_bound` and the same in 20 repetitions: widths, grouped queries, windows, masks, other lengths. sweep:
 tiles of the matmuls alone, at the first size; the quickest one of each recipe is used by what follows. times: 32 query heads
 over 8 key heads, causal, --sizes (sequences x tokens), whole calls with the quantization, and its parts, in turn with torch's
-backends over bfloat16: microseconds, TFLOP/s (2 T (T + 1) width a head for both matmuls), speed over the best of torch's;
-cosine and norm ratio beside float32 for the last 64 queries. A line a check or time, and rows in FOLDER/prefill_attention.csv
-(else $OUT).
+backends over bfloat16, in CUDA graphs and eager: microseconds, TFLOP/s (2 T (T + 1) width a head for both matmuls), speed over
+the best of torch's; cosine and norm ratio beside float32 for the last 64 queries. A line a check or time, and rows in
+FOLDER/prefill_attention.csv (else $OUT).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from fast.attention.quantized import quantized_attention
-from fast.kernels.attention import prefill
+from fast.kernels.attention import prefill, sm90
 from fast.kernels.attention.quantize_heads import quantize_heads
 from reference.attention import quantized as specified
 from reference.attention.quantized import (
@@ -39,6 +38,7 @@ from reference.attention.quantized import (
     quantize_operands,
     quantized_attention_error_bound,
 )
+from tests.gpu.harness.timing import captured, elapsed
 
 HEADS, KV_HEADS = 32, 8
 ROWS: list[dict[str, object]] = []
@@ -52,6 +52,9 @@ CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
 #: Tiles that are tried: queries, keys, warps, stages.
 TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3),
          (64, 64, 4, 4)]  # fmt: skip
+#: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
+STAGES = (4, 2, 3, 5)
+Plans = dict[str, prefill.Plan | sm90.Variant]
 REPEATS = 20
 
 
@@ -79,57 +82,62 @@ def bits(recipes: list[str]) -> None:
             continue
         torch.manual_seed(0)
         options = dict(given)
-        q, k, v = states(2, queries, keys, width, 4, 2)
+        q, k, v = states(1, queries, keys, width, 4, 2)
         if "mask" in options:
-            options["mask"] = torch.rand((2, 1, queries, keys), device="cuda") > 0.2
-        y = quantized_attention(q, k, v, recipe, **options)
-        same = all(torch.equal(y, quantized_attention(q, k, v, recipe, **options)) for _ in range(REPEATS))
-        # What nobody sees does not count.
-        last = keys if options.get("offset") is None else queries + options["offset"]
-        made = quantize_heads(q, k[:, :, :last], v[:, :, :last], ATTENTION_RECIPES[recipe])
-        host = [x.cpu() for x in (q, k, v)]
-        mean = None if made.mean is None else made.mean.cpu()
-        expected = quantize_operands(host[0], *(x[:, :, :last] for x in host[1:]), recipe, mean=mean)
-        equal = all(
-            np.array_equal(one.codes, codes[:, :, : one.codes.shape[2], :width].cpu())
-            for one, codes in ((expected.q, made.q), (expected.k, made.k))
+            options["mask"] = torch.rand((1, 1, queries, keys), device="cuda") > 0.2
+        served = (
+            sm90.refusal(q, v, ATTENTION_RECIPES[recipe], options.get("window"), options.get("mask")) is None
         )
-        if "mask" in options:
-            options["mask"] = options["mask"].cpu().numpy()
-        exact = specified.quantized_attention(*host, recipe, mean=mean, out_dtype="float64", **options)
-        bound = quantized_attention_error_bound(*host, recipe, mean=mean, **options)
-        error = np.abs(y.double().cpu().numpy() - np.asarray(exact))
-        worst = float(np.nanmax(np.where(bound > 0, error / np.where(bound > 0, bound, 1), error)))
-        ratio = float(np.linalg.norm(error) / np.linalg.norm(np.asarray(exact)))
-        what = f"{recipe} D{width} {queries} of {keys} {','.join(given)}"
-        say(
-            "bits",
-            what,
-            worst,
-            "of the bound",
-            norm=round(ratio, 6),
-            ok=worst <= 1,
-            codes=equal,
-            repeatable=same,
-        )
+        made = [
+            _checked(recipe, q, k, v, options, plan)
+            for plan in ((None, prefill.plan_of(128)) if served else (None,))
+        ]
+        for kernel, (worst, ratio, equal, same) in zip(
+            ("sm90", "triton") if served else ("triton",), made, strict=True
+        ):
+            what = f"{kernel} {recipe} D{width} {queries} of {keys} {','.join(given)}"
+            say("bits", what, worst, "of the bound", norm=ratio, ok=worst <= 1, codes=equal, repeatable=same)
+
+
+def _checked(
+    recipe: str, q: Any, k: Any, v: Any, options: dict[str, Any], plan: Any
+) -> tuple[float, float, bool, bool]:
+    """The error over its bound, and over the result; whether codes are the reference's; whether all repetitions are equal."""
+    record, width, (queries, keys) = ATTENTION_RECIPES[recipe], q.shape[-1], (q.shape[2], k.shape[2])
+    call = lambda: prefill.attention(q, k, v, record, scale=width**-0.5, plan=plan, **options)  # noqa: E731
+    y = call()
+    same = all(torch.equal(y, call()) for _ in range(REPEATS))
+    # What nobody sees does not count.
+    last = keys if options.get("offset") is None else queries + options["offset"]
+    made = quantize_heads(q, k[:, :, :last], v[:, :, :last], record)
+    host, mean = [x.cpu() for x in (q, k, v)], None if made.mean is None else made.mean.cpu()
+    expected = quantize_operands(host[0], *(x[:, :, :last] for x in host[1:]), recipe, mean=mean)
+    equal = all(
+        np.array_equal(one.codes, codes[:, :, : one.codes.shape[2], :width].cpu())
+        for one, codes in ((expected.q, made.q), (expected.k, made.k))
+    )
+    if "mask" in options:
+        options = {**options, "mask": options["mask"].cpu().numpy()}
+    exact = np.asarray(
+        specified.quantized_attention(*host, recipe, mean=mean, out_dtype="float64", **options)
+    )
+    bound = quantized_attention_error_bound(*host, recipe, mean=mean, **options)
+    error = np.abs(y.double().cpu().numpy() - exact)
+    worst = float(np.nan_to_num(error / np.where(bound > 0, bound, 2.0**-149), nan=np.inf).max())
+    return worst, round(float(np.linalg.norm(error) / np.linalg.norm(exact)), 6), equal, same
 
 
 def in_turn(calls: dict[str, Any], seconds: float) -> dict[str, float]:
     """Median microseconds of calls that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    found: dict[str, list[float]] = {name: [] for name in calls}
     end = time.monotonic() + seconds
     for call in calls.values():
         for _ in range(3):
             call()
-    while time.monotonic() < end and min(len(one) for one in times.values()) < 100:
+    while time.monotonic() < end and min(len(one) for one in found.values()) < 100:
         for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) * 1000)
-    return {name: statistics.median(one) for name, one in times.items()}
+            found[name].append(elapsed(call))
+    return {name: statistics.median(one) for name, one in found.items()}
 
 
 def rate(batch: int, tokens: int, width: int, us: float) -> float:
@@ -143,11 +151,12 @@ def sweep(
     """Tiles of the matmuls alone; the quickest one of each recipe."""
     torch.manual_seed(0)
     q, k, v = states(batch, tokens, tokens, width)
-    best: dict[str, tuple[float, prefill.Plan]] = {}
-    for recipe, tile in itertools.product(recipes, TILES):
+    best: dict[str, tuple[float, prefill.Plan | sm90.Variant]] = {}
+    tried = [sm90.Variant(one) for one in STAGES] if width == sm90.WIDTH else []
+    for plan, recipe in itertools.product([*tried, *(prefill.Plan(*tile) for tile in TILES)], recipes):
         if time.monotonic() > deadline:
             break
-        record, plan = ATTENTION_RECIPES[recipe], prefill.Plan(*tile)
+        record = ATTENTION_RECIPES[recipe]
         heads = quantize_heads(q, k, v, record)
 
         def call(heads=heads, record=record, plan=plan):
@@ -207,7 +216,8 @@ def times(
         calls[f"{recipe}, matmuls"] = lambda h=heads, r=record, p=plan: prefill.attended(
             h, q, v, r, width**-0.5, True, None, None, None, tokens, p
         )
-    us = in_turn(calls, seconds)
+    graphs = {name: captured([call])[0].replay for name, call in calls.items()}
+    us = in_turn(graphs | {f"{name}, eager": calls[name] for name in (*theirs, *recipes)}, seconds)
     best = min((us[name] for name in theirs), default=float("nan"))
     for name, one in us.items():
         more: dict[str, object] = {
@@ -248,7 +258,7 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     asked = parser.parse_args()
     sizes = [(int(one.split("x")[0]), int(one.split("x")[1])) for one in asked.sizes]
-    plans: dict[str, prefill.Plan] = {}
+    plans: Plans = {}
     try:
         if "bits" in asked.part:
             bits(asked.recipes)
