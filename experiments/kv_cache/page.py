@@ -31,8 +31,8 @@ SUM_TEXT = (
 )
 NEEDLE_TEXT = (
     "A model of one attention layer, trained here, names the value of a needle among noise tokens. In the longest contexts a "
-    "needle is a few percent of the attention beside the mean value of the noise. Caches are read with exact sums; FP8 sums are "
-    "as above.",
+    "needle is a few percent of the attention, beside the mean value of the noise. Caches are read with exact sums; FP8 sums "
+    "are as above.",
 )
 MODEL_TEXT = (
     "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions, "
