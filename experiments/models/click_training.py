@@ -25,7 +25,8 @@ Change = Callable[[nn.Module], object]
 @dataclass(frozen=True, kw_only=True)
 class ClickTraining:
     """steps of `batch` impressions. rate: of AdamW for all but tables; table_rate: of Adagrad for these, as MLPerf has it.
-    evaluated: held-out impressions (None: all). compiled: whether a step's forward and backward are."""
+    evaluated: held-out impressions (None: all). compiled: whether forward and backward are. autocast: whether both run under
+    autocast to bfloat16."""
 
     steps: int
     batch: int = 1024
@@ -33,6 +34,7 @@ class ClickTraining:
     table_rate: float = 0.02
     evaluated: int | None = None
     compiled: bool = False
+    autocast: bool = False
 
 
 QUICK = ClickTraining(steps=60, batch=512, evaluated=20_000)
@@ -68,7 +70,8 @@ def train(
     model.train()
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         for batch in data.batches(plan.batch, seed, plan.steps, device):
-            logits = forward(batch.dense, batch.ids).float()
+            with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=plan.autocast):
+                logits = forward(batch.dense, batch.ids).float()
             loss = functional.binary_cross_entropy_with_logits(logits, batch.labels)
             loss.backward()  # type: ignore[no-untyped-call]
             for one in step:
@@ -88,12 +91,13 @@ def predictions(
 ) -> tuple[Array, Array]:
     """Logits and labels of held-out impressions, float64."""
     model.eval()
-    pairs = [
-        (model(batch.dense, batch.ids).double().cpu().numpy(), batch.labels.double().cpu().numpy())
-        for batch in data.held_out(8192, plan.evaluated, device)
-    ]
-    logits, labels = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    return logits, labels
+    pairs = []
+    for batch in data.held_out(8192, plan.evaluated, device):
+        with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=plan.autocast):
+            logits = model(batch.dense, batch.ids)
+        pairs.append((logits.double().cpu().numpy(), batch.labels.double().cpu().numpy()))
+    found, labels = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return found, labels
 
 
 def quality(logits: Array, labels: Array) -> Quality:
