@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.loka import probe_page
+from experiments.loka import probe_page, workloads_page
 from experiments.report.content import Headline, Section
 from experiments.report.targets import RunTargets
 
@@ -21,7 +21,7 @@ ABOUT = (
 #: Figures that the top of the page shows: the first that there is.
 FEATURED: tuple[str, ...] = ()
 #: What each part says.
-PAGES = (probe_page,)
+PAGES = (probe_page, workloads_page)
 
 
 def findings(rows: Sequence[Row]) -> list[str]:

@@ -21,7 +21,8 @@ from ao_lab.probe.report import ProbeReport
 from ao_lab.probe.speed import BF16, COPY, EIGHT
 from ao_lab.training.products import has_fp8
 from experiments.harness.measuring import Values
-from experiments.loka.trajectory import MODELS, PLANS, impressions
+from experiments.loka.subjects import MODELS
+from experiments.loka.trajectory import PLANS, impressions
 from experiments.models.click_training import train
 from reference.training.recipe import Recipe
 

@@ -2,7 +2,7 @@
 
 Parts are modules of this folder, each with its lines: what is measured at once. "sites" and "outputs" are what a probe predicts
 (`prediction`), "cost" what it takes online (`sampling_cost`), "faults" and "right kernels" what is told of kernels
-(`faulty_kernels`). Faults are computed on a CPU.
+(`faulty_kernels`). Faults are computed on a CPU. "trajectory", "policies" and "speed" are of workloads (`workloads`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, 
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.loka import faulty_kernels, prediction, sampling_cost
+from experiments.loka import faulty_kernels, prediction, sampling_cost, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
 from experiments.runs.run import Settings
 
@@ -75,7 +75,13 @@ def kernel_lines(settings: Settings) -> Iterator[Line]:
 
 
 #: The parts by name, and what has their lines.
-PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {"probe": probe_lines, "kernels": kernel_lines}
+PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
+    "probe": probe_lines,
+    "kernels": kernel_lines,
+    "trajectory": lambda settings: (Line(*one) for one in workloads.trajectory_lines(settings)),
+    "policies": lambda settings: (Line(*one) for one in workloads.policy_lines(settings)),
+    "speed": lambda settings: (Line(*one) for one in workloads.speed_lines(settings)),
+}
 
 
 def subject(settings: Settings) -> str:

@@ -6,7 +6,6 @@ base is float32; on a GPU the base is bfloat16 by autocast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import ao_lab
 from experiments.data import complete_journey, drawn_ratings, movielens
 from experiments.data.impressions import Impressions
 from experiments.harness.measuring import Values
-from experiments.models import dlrm, wukong
+from experiments.loka.subjects import MODELS
 from experiments.models.click_training import Change, ClickTraining, Quality, paired, relative
 
 TRAJECTORY = "trajectory"
@@ -68,17 +67,13 @@ class Plan:
 
 PLANS = {
     "quick": Plan(
-        ("drawn ratings",), ("DCN",), 8, (BASE, "rowwise", "mods"), 2, ClickTraining(steps=25, batch=256, evaluated=4000)
+        ("drawn ratings",), ("DCN",), 8, (BASE, "rowwise", "mods"), 2, ClickTraining(steps=40, batch=256, evaluated=2000)
     ),
     "full": Plan(
         ("Complete Journey", "MovieLens 100k", "drawn ratings"), ("DCN", "Wukong"), 32, tuple(CHANGES), 10,
         ClickTraining(steps=1500, batch=1024, compiled=True),
     ),
 }  # fmt: skip
-MODELS: dict[str, Callable[[Impressions, int], nn.Module]] = {
-    "DCN": lambda data, width: dlrm.DLRM(dlrm.small(data, width)),
-    "Wukong": lambda data, width: wukong.Wukong(wukong.small(data, width)),
-}
 
 
 @lru_cache(maxsize=3)
@@ -123,4 +118,4 @@ def trajectory_values(
     return values
 
 
-__all__ = ["BASE", "CHANGES", "MODELS", "PLANS", "TRAJECTORY", "trajectory_values"]
+__all__ = ["BASE", "CHANGES", "PLANS", "TRAJECTORY", "trajectory_values"]

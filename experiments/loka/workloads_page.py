@@ -1,0 +1,222 @@
+"""What the page of `loka` says of workloads: quality over paired seeds, policies, times of exact shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.loka.dense_speed import BOTH, FORWARD, MEMORY, MOD_SPEED, MODS, SPEED
+from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECONDS
+from experiments.loka.trajectory import AUC, BASE, ENTROPY, INTERVAL, LOSS, SEEDS, TRAJECTORY
+from experiments.report.content import Headline, Section, Table
+from experiments.report.results import Results, best_run, by_run, number
+from experiments.report.targets import RunTargets, limit_of
+
+EXPERIMENT = "loka"
+DENSE = "uniform dense"
+QUALITY_TEXT = (
+    "Trainings of one seed begin alike and see the same impressions in the same order; the relative log loss of a pair is 100 "
+    "(log loss / log loss of the base - 1) percent of held-out, later impressions, with Student's interval of 95% over seeds. "
+    "On a CPU the base is float32 and recipes are emulated, on a GPU bfloat16. Normalised entropy is log loss over that of the "
+    "held-out share of ones. Drawn ratings are synthetic; the data set of purchases is simulated on real patterns. At scale "
+    "quick, of a few steps, this shows that it runs, not how well it trains.",
+    "Mods (no bias, block norm over 256 columns, hard swish) change the function; what the paper's are exactly is not public.",
+)
+POLICY_TEXT = (
+    "One network's layers, each with a recipe (or none) in each of its three products: uniform, by LoKA's rule (mean relative "
+    "error below 0.2, quicker by 1.05; our reconstruction), and by the knapsack of `dispatch_`: least time while what logits "
+    "move by stays within a budget. The last column is how far its time is above a bound of all choices within the budget.",
+    "Times on a CPU are modelled: multiply-adds, bytes and casts of one H200 at batch 8192, for layers eight times as long.",
+)
+SPEED_TEXT = (
+    "Compiled steps of the dense part at exact shapes, random embeddings; times of one GPU. LoKA publishes 1.19x of training "
+    "and 1.4x of inference on clusters, for models with its mods already.",
+)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Sentences of the best run of each part."""
+    words: list[str] = []
+    if (best := best_run(by_run(rows, TRAJECTORY))) is not None:
+        _, results = best
+        parts = [
+            f"{method} on {setting} {number(results.value(setting, method, LOSS), 2)} "
+            f"+- {number(results.value(setting, method, INTERVAL), 2)}%"
+            for setting, method in lines(results)
+            if method == "rowwise"
+        ]
+        words.append(f"Relative log loss over paired seeds: {'; '.join(parts)}." if parts else "")
+    if (best := best_run(by_run(rows, POLICIES))) is not None:
+        _, results = best
+        for setting in results.settings:
+            ours, quickest = (results.value(setting, OURS, SECONDS), quickest_uniform(results, setting))
+            if ours and quickest:
+                words.append(
+                    f"On {setting} the knapsack's step takes {number(ours / quickest[1], 3)} of the quickest uniform "
+                    f"policy's that keeps the budget ({quickest[0]})."
+                )
+    if (best := best_run(by_run(rows, SPEED))) is not None:
+        _, results = best
+        parts = [
+            f"{setting} {number(ratio, 2)}x"
+            for setting in results.settings
+            if (ratio := speedup(results, setting, "dispatch"))
+        ]
+        words.append(f"Forward and backward by dispatch over bfloat16: {', '.join(parts)}." if parts else "")
+    return [word for word in words if word]
+
+
+def lines(results: Results) -> list[tuple[str, str]]:
+    """Settings with their methods."""
+    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
+
+
+def quickest_uniform(results: Results, setting: str) -> tuple[str, float] | None:
+    """Name and time of the quickest uniform policy within the budget."""
+    able = {
+        method: seconds
+        for one, method in lines(results)
+        if one == setting and method.startswith("uniform") and results.value(setting, method, FITS)
+        if (seconds := results.value(setting, method, SECONDS)) is not None
+    }
+    name = min(able, key=lambda method: able[method], default=None)
+    return None if name is None else (name, able[name])
+
+
+def speedup(results: Results, setting: str, method: str, metric: str = BOTH) -> float | None:
+    """How many times quicker than bfloat16."""
+    base, mine = (results.value(setting, one, metric) for one in ("bfloat16", method))
+    return base / mine if base and mine else None
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Quality, policies, times; run by run."""
+    made = (
+        (TRAJECTORY, "Quality over paired seeds", QUALITY_TEXT, quality_table),
+        (POLICIES, "Policies of training", POLICY_TEXT, policy_table),
+        (SPEED, "Steps of exact shapes", SPEED_TEXT, speed_table),
+        (MOD_SPEED, "Steps with mods", (), mod_table),
+    )
+    return [
+        Section(f"{title} ({where})", text, [], [table(results)])
+        for kind, title, text, table in made
+        for where, results in by_run(rows, kind).items()
+    ]
+
+
+def quality_table(results: Results) -> Table:
+    """A line for every model and change."""
+    body = [
+        [
+            method, setting, number(results.value(setting, method, ENTROPY), 4), number(results.value(setting, method, AUC), 4),
+            *(number(results.value(setting, method, one), 3) for one in (LOSS, INTERVAL)),
+            number(results.value(setting, method, SEEDS), 0),
+        ]
+        for setting, method in lines(results)
+    ]  # fmt: skip
+    columns = ["change", "model", "normalised entropy", "AUC", "relative log loss (%)", "+-", "pairs"]
+    return Table("Held-out impressions, means over seeds", columns, body, results.rows)
+
+
+def policy_table(results: Results) -> Table:
+    """A line for every model and policy."""
+    body = []
+    for setting, method in lines(results):
+        fits = results.value(setting, method, FITS)
+        dense, mine = (results.value(setting, one, SECONDS) for one in (DENSE, method))
+        body.append([
+            method, setting, number(mine, 0), number(dense / mine if dense and mine else None, 3) + "x",
+            number(results.value(setting, method, MOVED), 2), "yes" if fits else "no",
+            number(results.value(setting, method, BOUND), 2),
+        ])  # fmt: skip
+    columns = [
+        "policy",
+        "model",
+        "time (us)",
+        "of dense",
+        "change of a logit over the budget",
+        "allowed",
+        "above the bound (%)",
+    ]
+    return Table("All layers, forward and backward", columns, body, results.rows)
+
+
+def speed_table(results: Results) -> Table:
+    """A line for every model and method."""
+    body = [
+        [
+            method, setting, number(results.value(setting, method, BOTH), 2),
+            number(speedup(results, setting, method), 2) + "x",
+            number(results.value(setting, method, FORWARD), 2), number(speedup(results, setting, method, FORWARD), 2) + "x",
+            number(results.value(setting, method, MEMORY), 1),
+        ]
+        for setting, method in lines(results)
+    ]  # fmt: skip
+    columns = [
+        "method",
+        "model",
+        "step (ms)",
+        "over bfloat16",
+        "forward (ms)",
+        "over bfloat16",
+        "memory (GB)",
+    ]
+    return Table("Dense part, compiled", columns, body, results.rows)
+
+
+def mod_table(results: Results) -> Table:
+    """A line for every batch and set of mods."""
+    names = list(MODS)
+    body = []
+    for setting in results.settings:
+        base = results.value(setting, names[0], BOTH)
+        values = [results.value(setting, name, BOTH) for name in names]
+        ratios = [number(base / one if base and one else None, 2) + "x" for one in values]
+        body.append([setting, number(base, 3), *ratios[1:]])
+    columns = ["batch", "step (ms)", *names[1:]]
+    return Table(
+        "DLRMv2-DCN with norms and SiLU: forward and backward, over the step without mods",
+        columns,
+        body,
+        results.rows,
+    )
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Loss at full scale, policies against uniform ones, times of exact shapes."""
+    found = []
+    for where, results in by_run(rows, TRAJECTORY).items():
+        if where.scale == "full":
+            limit = limit_of(EXPERIMENT, "trajectory", "reach of the interval")
+            targets = [
+                limit.target(f"{setting}, {method}", reach(results, setting, method))
+                for setting, method in lines(results)
+                if method not in (BASE, "mods", "mods, rowwise")
+            ]
+            found.append(RunTargets(where, targets, "relative log loss"))
+    for where, results in by_run(rows, POLICIES).items():
+        limit, targets = limit_of(EXPERIMENT, "policies", "time over the quickest uniform"), []
+        for setting in results.settings:
+            ours, quickest = results.value(setting, OURS, SECONDS), quickest_uniform(results, setting)
+            targets.append(limit.target(setting, ours / quickest[1] if ours and quickest else None))
+        found.append(RunTargets(where, targets, "policies of training"))
+    for where, results in by_run(rows, SPEED).items():
+        targets = [
+            limit_of(EXPERIMENT, setting, "dispatch over bfloat16").target(
+                setting, speedup(results, setting, "dispatch")
+            )
+            for setting in results.settings
+        ]
+        found.append(RunTargets(where, targets, "steps of exact shapes"))
+    return found
+
+
+def reach(results: Results, setting: str, method: str) -> float | None:
+    """The farther end of the interval from 0."""
+    mean, half = (results.value(setting, method, one) for one in (LOSS, INTERVAL))
+    return None if mean is None or half is None else abs(mean) + half
