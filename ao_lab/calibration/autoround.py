@@ -26,7 +26,7 @@ from torch import nn
 import fast
 from ao_lab.calibration.groups import Target, dense_of, with_packed_codes
 from ao_lab.calibration.judge import output_error, quantized_inputs
-from ao_lab.calibration.layers import Made, Part
+from ao_lab.calibration.layers import Calibrated, Part
 from ao_lab.calibration.methods import AutoRound
 from ao_lab.calibration.tokens import HELD_OUT, TRAIN, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import from_quantized
@@ -42,7 +42,7 @@ class Learned:
     """One weight while it is learned."""
 
     target: Target
-    made: Made
+    before: Calibrated
     part: Part
     inputs: SplitMoments
     #: Its state, once learning begins: other weights of the block may be quantized before.
@@ -58,14 +58,14 @@ class Learned:
 
     def begin(self) -> None:
         """Start at what methods before have made."""
-        start = None if self.scales is None else self.made.weight.plain.quantized
+        start = None if self.scales is None else self.before.weight.plain.quantized
         self.state = fast.signround_start(self.dense, self.scheme, start)
 
     @cached_property
     def scales(self) -> Scales | None:
         """Its codes' scales where they stay: methods have searched them, or share an outer one."""
-        stays = not self.made.rounded or self.part.outer is not None
-        return self.made.weight.plain.quantized.scales if stays else None
+        stays = not self.before.rounded or self.part.outer is not None
+        return self.before.weight.plain.quantized.scales if stays else None
 
     @cached_property
     def span(self) -> Span | None:
@@ -80,7 +80,7 @@ class Learned:
     @property
     def rotation(self) -> int:
         """Inputs of a block that is rotated, or 0."""
-        return self.made.weight.recipe.rotation
+        return self.before.weight.recipe.rotation
 
     @property
     def module(self) -> nn.Module:
@@ -97,10 +97,10 @@ class Learned:
 
     def put_start(self) -> None:
         """The values of the weight that it started at: V reaches no code that lies farther than the next."""
-        self._place(fast.dequantize(self.made.weight.plain.quantized))
+        self._place(fast.dequantize(self.before.weight.plain.quantized))
 
     def _place(self, values: torch.Tensor) -> None:
-        values = values.to(self.made.weight.dtype)
+        values = values.to(self.before.weight.dtype)
         self.leaf = nn.Parameter(values.T.contiguous() if self.target.transposed else values)
         for module in self.target.layers.values():
             module._parameters["weight"] = self.leaf
@@ -116,15 +116,15 @@ class Learned:
         v, low, high = state
         return fast.signround_codes(self.dense, v, low, high, self.scheme, scales=self.scales)
 
-    def remade(self, state: Any, told: str) -> Made:
+    def remade(self, state: Any, note: str) -> Calibrated:
         """The weight of a state, in place of the one that it started at."""
-        dtype, recipe = self.made.weight.dtype, self.made.weight.recipe
-        q, result = self.codes(state), self.made.result
+        dtype, recipe = self.before.weight.dtype, self.before.weight.recipe
+        q, result = self.codes(state), self.before.result
         inputs = self.inputs.rotated(self.rotation) if self.rotation else self.inputs
         error = output_error(self.dense, q, inputs, recipe.activation, self.part.input_scales, self.part.rows)
         method = f"{result.method} + autoround" if result.method != "rounding" else "autoround"
         weight = from_quantized(with_packed_codes(q), recipe, dtype, self.part.input_scales)
-        return Made(weight, replace(result, method=method, error=error, notes=(*result.notes, told)))
+        return Calibrated(weight, replace(result, method=method, error=error, notes=(*result.notes, note)))
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Learning:
     #: Whether a block's output had other tokens than its batch, so that all of them count.
     unmatched: bool = False
 
-    def run(self) -> list[Made]:
+    def run(self) -> list[Calibrated]:
         """Learn; the weights, as they were where nothing is won."""
         for one in self.weights:
             one.begin()
@@ -153,24 +153,24 @@ class Learning:
             before = self.error()
             self._learn()
             last = [one.state for one in self.weights]
-            found = [last if self.best is None else self.best, last]
-            errors = [self._error_of(states) for states in found]
-        best = min(range(len(found)), key=lambda i: errors[i])
+            states = [last if self.best is None else self.best, last]
+            errors = [self._error_of(one) for one in states]
+        best = min(range(len(states)), key=lambda i: errors[i])
         share = errors[best] / before if before else 1.0
-        told = f"the block's error on held-out tokens is {share:.3f} of that without autoround"
+        note = f"the block's error on held-out tokens is {share:.3f} of that without autoround"
         if self.unmatched:
-            told += "; padding and held-out tokens are part of it, since its outputs are not of the batch's tokens"
+            note += "; padding and held-out tokens are part of it, since its outputs are not of the batch's tokens"
         if not share < 1:
             return [
-                one.made.noting("autoround did not lower the block's error and was not taken")
+                one.before.noting("autoround did not lower the block's error and was not taken")
                 for one in self.weights
             ]
-        return [one.remade(state, told) for one, state in zip(self.weights, found[best], strict=True)]
+        return [one.remade(state, note) for one, state in zip(self.weights, states[best], strict=True)]
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """Weights and inputs of the layers as they are learned inside; the model as it was afterwards."""
-        kept = [(m, m._parameters["weight"]) for one in self.weights for m in one.target.layers.values()]
+        originals = [(m, m._parameters["weight"]) for one in self.weights for m in one.target.layers.values()]
         hooks = [hook for one in self.weights for hook in _hooks(one)]
         trained = [p for p in self.block.module.parameters() if p.requires_grad]
         try:
@@ -180,7 +180,7 @@ class Learning:
         finally:
             for hook in hooks:
                 hook.remove()
-            for module, weight in kept:
+            for module, weight in originals:
                 module._parameters["weight"] = weight
             for parameter in trained:
                 parameter.requires_grad_(True)

@@ -44,8 +44,8 @@ class _Largest:
         """Of the magnitudes seen, by `fast.kv_scales`."""
         if self.k is None or self.v is None:
             raise ValueError("no keys were seen; run data through the attention")
-        found = fast.kv_scales(self.k[:, None, None], self.v[:, None, None], per, element=element)
-        return CacheScales(found.k.reshape(-1).cpu(), found.v.reshape(-1).cpu(), element, per)
+        scales = fast.kv_scales(self.k[:, None, None], self.v[:, None, None], per, element=element)
+        return CacheScales(scales.k.reshape(-1).cpu(), scales.v.reshape(-1).cpu(), element, per)
 
 
 @dataclass
@@ -76,18 +76,21 @@ class AttentionWatch(TorchFunctionMode):
         super().__init__()
         self.block, self.tokens, self.running = block, tokens, _Running()
         self.modules = dict(block.module.named_modules(prefix=block.name))
-        self.found: dict[str, _Largest] = {}
+        self.largest: dict[str, _Largest] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if function is F.scaled_dot_product_attention and self.running.names:
-            values = dict(zip(("query", "key", "value"), args, strict=False)) | given
+            values = dict(zip(("query", "key", "value"), args, strict=False)) | keywords
             self.see(self.running.names[-1], values["key"].detach(), values["value"].detach())
-        return function(*args, **given)
+        return function(*args, **keywords)
 
     def see(self, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         """Take in the keys and values of a module, (batch, heads, tokens, channels)."""
-        repeats, largest = repeats_of(self.modules[name], k.shape[1]), self.found.setdefault(name, _Largest())
+        repeats, largest = (
+            repeats_of(self.modules[name], k.shape[1]),
+            self.largest.setdefault(name, _Largest()),
+        )
         counted = self.tokens.roles[self.tokens.capture.running] != PADDING
         for part, x in (("k", k), ("v", v)):
             x = x[:, ::repeats]
@@ -142,7 +145,7 @@ def scales_of_block(
     with attending_by_torch(model), watch.watching():
         block.run()
     if ranks is not None:
-        for one in watch.found.values():
+        for one in watch.largest.values():
             if one.k is not None and one.v is not None:
                 one.k, one.v = ranks.largest(one.k), ranks.largest(one.v)
-    return {name: largest.scales(element, per) for name, largest in watch.found.items()}
+    return {name: largest.scales(element, per) for name, largest in watch.largest.items()}

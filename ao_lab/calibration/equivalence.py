@@ -237,11 +237,13 @@ def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 @contextmanager
 def _restored(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Parameters as they were, afterwards."""
-    kept = [(parameter, parameter.detach().clone()) for parameter in {id(p): p for p in parameters}.values()]
+    values = [
+        (parameter, parameter.detach().clone()) for parameter in {id(p): p for p in parameters}.values()
+    ]
     try:
         yield
     finally:
-        for parameter, value in kept:
+        for parameter, value in values:
             parameter.data.copy_(value)
 
 
@@ -283,10 +285,10 @@ def _scaled_gain(weight: nn.Parameter, offset: float, factors: torch.Tensor) -> 
     """Scale a gain in place; the factors that rounding left, 1 where it would have become 0 or has been."""
     old = weight.data.to(torch.float64) + offset
     new = (old * factors - offset).to(weight.dtype)
-    made = new.to(torch.float64) + offset
-    good = (old != 0) & (made != 0) & made.isfinite()
+    rounded = new.to(torch.float64) + offset
+    good = (old != 0) & (rounded != 0) & rounded.isfinite()
     weight.data.copy_(torch.where(good, new, weight.data))
-    return torch.where(good, made / torch.where(good, old, 1), 1.0)
+    return torch.where(good, rounded / torch.where(good, old, 1), 1.0)
 
 
 Scaling = Callable[[Pair], Any]

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 import fast
 from ao_lab.calibration.checks import check_usable
 from ao_lab.calibration.groups import Target, with_packed_codes
-from ao_lab.calibration.layers import Made
+from ao_lab.calibration.layers import Calibrated
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
@@ -131,8 +131,8 @@ class Source:
     @staticmethod
     def of(x: torch.Tensor, roles: torch.Tensor) -> Source:
         """Of rows (tokens, channels), of two alike the first."""
-        found, order = fingerprints(x).sort(stable=True)
-        return Source(found, roles[order])
+        prints, order = fingerprints(x).sort(stable=True)
+        return Source(prints, roles[order])
 
     def roles_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """What each of these rows is; None where one of them is none of the source."""
@@ -248,26 +248,26 @@ class ExpertWatch(TorchFunctionMode):
 
     def __init__(self, targets: Iterable[Target], tokens: Tokens, sampling: bool) -> None:
         super().__init__()
-        self.found: dict[str, list[SplitMoments]] = {}
+        self.moments: dict[str, list[SplitMoments]] = {}
         self.weights: dict[int, tuple[torch.Tensor, list[SplitMoments]]] = {}
         #: Copies of the matrices that tokens ask for, by their memory: the copy, the moments, and the experts' numbers.
         self.copies: dict[int, tuple[ref[torch.Tensor], list[SplitMoments], torch.Tensor]] = {}
         for target in targets:
             weight = target.parameter.detach()
             moments = [SplitMoments(None, tokens, sampling) for _ in range(len(weight))]
-            self.found[target.name] = moments
+            self.moments[target.name] = moments
             self.weights[weight.untyped_storage().data_ptr()] = weight, moments
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         name = getattr(function, "__name__", "").partition(".")[0]
         if function is F.linear and len(args) > 1:
             self.see(args[0], args[1])
-        elif name in GROUPED and "offs" in given and len(args) > 1:
-            self.see(args[0], args[1], given["offs"])
+        elif name in GROUPED and "offs" in keywords and len(args) > 1:
+            self.see(args[0], args[1], keywords["offs"])
         elif name in MATMUL and len(args) > 1:
             self.see_either(args[0], args[1])
-        result = function(*args, **given)
+        result = function(*args, **keywords)
         if name == "__getitem__":
             self.note_copy(args, result)
         return result
@@ -301,10 +301,10 @@ class ExpertWatch(TorchFunctionMode):
             _, moments, numbers = copied
             self.update(moments, [(e, x[numbers == e].flatten(0, 1)) for e in range(len(moments))])
             return
-        found = self.weights.get(_memory(w))
-        if found is None:
+        known = self.weights.get(_memory(w))
+        if known is None:
             return
-        weight, moments = found
+        weight, moments = known
         if w.numel() == weight.numel():
             spans = pairwise([0, *ends.tolist()]) if ends is not None else ()
             parts = [x[a:b] for a, b in spans] if ends is not None else list(x) if x.dim() == 3 else []
@@ -328,14 +328,14 @@ class ExpertWatch(TorchFunctionMode):
 
     def finished(self) -> dict[str, list[SplitMoments]]:
         """By weight the moments of each expert, those that saw few tokens with the average of all."""
-        for group in self.found.values():
+        for group in self.moments.values():
             lend(group)
             for one in group:
                 one.tokens = None
         check_usable(
-            {f"{name}[{i}]": one for name, group in self.found.items() for i, one in enumerate(group)}
+            {f"{name}[{i}]": one for name, group in self.moments.items() for i, one in enumerate(group)}
         )
-        return self.found
+        return self.moments
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -349,12 +349,12 @@ def _cut(roles: torch.Tensor | None, parts: list[tuple[int, torch.Tensor]]) -> l
     return list(torch.split(roles, [len(x) for _, x in parts]))
 
 
-def joined(target: Target, made: Sequence[Made], notes: Sequence[str] = ()) -> Made:
+def joined(target: Target, experts: Sequence[Calibrated], notes: Sequence[str] = ()) -> Calibrated:
     """One weight of all experts, and what was won for them together."""
-    parts = [one.weight.plain.quantized for one in made]
+    parts = [one.weight.plain.quantized for one in experts]
     q = replace(parts[0], **_stacked(parts), shape=(len(parts), *parts[0].shape), axis=2)
     weight = from_quantized(_in_out(q) if is_in_out(target) else q, target.recipe, target.parameter.dtype)
-    return Made(weight, _together([one.result for one in made], notes))
+    return Calibrated(weight, _together([one.result for one in experts], notes))
 
 
 def _stacked(parts: Sequence[Quantized]) -> dict[str, Any]:
@@ -378,14 +378,16 @@ def _together(results: Sequence[LayerResult], notes: Sequence[str]) -> LayerResu
     """The result of all experts: errors added, the commonest method; counts of each method and of tokens in the notes."""
     counts = Counter(result.method for result in results)
     tokens = [result.tokens for result in results]
-    told = [f"{count} experts by {name}" for name, count in counts.most_common()] if len(counts) > 1 else []
+    by_method = (
+        [f"{count} experts by {name}" for name, count in counts.most_common()] if len(counts) > 1 else []
+    )
     return LayerResult(
         counts.most_common(1)[0][0],
         sum(result.error for result in results),
         sum(result.rounding for result in results),
         sum(tokens),
         sum(result.held_out for result in results),
-        notes=(*told, f"{min(tokens)} to {max(tokens)} tokens were sent to an expert", *notes),
+        notes=(*by_method, f"{min(tokens)} to {max(tokens)} tokens were sent to an expert", *notes),
         experts=tuple(results),
     )
 

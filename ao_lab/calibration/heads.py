@@ -56,7 +56,7 @@ def find_heads(
         return [one for one in known if _fits(one, modules) and proves(with_heads(modules, changes, [one]))]
     roles = {id(change.parameter): change for change in changes}
     layers = [name for name in order if is_linear(modules[name]) and id(modules[name].weight) in roles]
-    found: list[Head] = []
+    heads: list[Head] = []
     for place, consumer in enumerate(layers):
         role = roles[id(modules[consumer].weight)]
         if role.reads is None and role.writes is not None:
@@ -65,8 +65,8 @@ def find_heads(
             pairs = (one for one in tried if proves(with_heads(modules, changes, [replace(one, size=LEAST)])))
             wide = (wider for one in pairs for wider in _sizes(modules, one))
             head = next((one for one in wide if proves(with_heads(modules, changes, [one]))), None)
-            found += [] if head is None else [head]
-    return found
+            heads += [] if head is None else [head]
+    return heads
 
 
 def _axis_sizes(module: nn.Module) -> tuple[int, int]:

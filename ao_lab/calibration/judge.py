@@ -63,8 +63,8 @@ def output_error(
 
 def quantized_inputs(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> torch.Tensor:
     """Inputs (tokens, channels) as a layer sees them that quantizes them so."""
-    given: Any = None if scales is None else _moved(scales, x.device)
-    return fast.fake_quantize(x, scheme, scales=given).detach()
+    moved: Any = None if scales is None else _moved(scales, x.device)
+    return fast.fake_quantize(x, scheme, scales=moved).detach()
 
 
 def _moved(scales: Scales, device: torch.device) -> Scales:

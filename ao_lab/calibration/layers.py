@@ -93,8 +93,8 @@ class Work:
     def add(self, name: str, q: Quantized, damping: float | None = None, floor: float = 0.0) -> None:
         """A candidate of one quantized matrix."""
         before = self.candidates[-1].name if self.candidates else ROUNDING
-        told = name if before == ROUNDING else f"{before} + {name}"
-        self.candidates.append(Candidate(told, self.stack.split_quantized(q), damping, floor))
+        path = name if before == ROUNDING else f"{before} + {name}"
+        self.candidates.append(Candidate(path, self.stack.split_quantized(q), damping, floor))
 
     @property
     def outer(self) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ def hqq(work: Work, method: HQQ) -> None:
 STEPS: dict[type[Method], Step] = {Clip: clip, HQQ: hqq, GPTQ: gptq}
 
 
-class Made(NamedTuple):
+class Calibrated(NamedTuple):
     """A weight, what was won, and what is to be added to its layer's bias (N,), or None."""
 
     weight: QuantizedTensor
@@ -175,12 +175,12 @@ class Made(NamedTuple):
     #: Whether its scales and codes are those of rounding to nearest.
     rounded: bool = False
 
-    def noting(self, told: str) -> Made:
+    def noting(self, note: str) -> Calibrated:
         """With one more note."""
-        return self._replace(result=replace(self.result, notes=(*self.result.notes, told)))
+        return self._replace(result=replace(self.result, notes=(*self.result.notes, note)))
 
 
-def quantized(work: Work) -> list[Made]:
+def quantized(work: Work) -> list[Calibrated]:
     """Each weight of a stack, quantized by the best of what methods make of it."""
     rounded = [
         quantized_weight(dense, work.recipe(index), axis=-1, input_scales=part.input_scales, outer=part.outer)
@@ -193,7 +193,7 @@ def quantized(work: Work) -> list[Made]:
     return [_chosen(work, index, one) for index, one in enumerate(rounded)]
 
 
-def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
+def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Calibrated]:
     """Each weight of a stack, rotated or as it is, whichever has the smaller error."""
     work.spent = work.spent and rotate is None
     plain = quantized(work)
@@ -204,10 +204,10 @@ def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
         why = (
             "its inputs divide into no blocks" if length is None else "its scales are not its own, or static"
         )
-        return [made.noting(f"not rotated: {why}") for made in plain]
+        return [one.noting(f"not rotated: {why}") for one in plain]
     parts = [
-        replace(part, baseline=made.result.rounding, before=(*part.before, rotate.name))
-        for part, made in zip(work.parts, plain, strict=True)
+        replace(part, baseline=one.result.rounding, before=(*part.before, rotate.name))
+        for part, one in zip(work.parts, plain, strict=True)
     ]
     turned = quantized(
         Work(Stack(work.stack.targets), work.inputs, parts, work.methods, length, work.last, True)
@@ -215,14 +215,14 @@ def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
     return [_better(one, other) for one, other in zip(plain, turned, strict=True)]
 
 
-def _better(plain: Made, turned: Made) -> Made:
+def _better(plain: Calibrated, turned: Calibrated) -> Calibrated:
     """The one of less error; as it is where both have the same."""
     if turned.result.error < plain.result.error:
         return turned
     return plain.noting(f"{turned.result.method} would have {turned.result.ratio:.3f} and was not taken")
 
 
-def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Made:
+def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Calibrated:
     """One weight by its best candidate, the later of two that are alike."""
     target, part = work.stack.targets[index], work.parts[index]
     errors = [
@@ -249,9 +249,9 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Made:
         result, shift = _corrected(work, index, candidate.parts[index], result)
     if best == 0:
         weight = rounded if rounded.dtype == dtype else rounded.remade(rounded.parts, dtype=dtype)
-        return Made(weight, result, shift, rounded=True)
+        return Calibrated(weight, result, shift, rounded=True)
     q = with_packed_codes(candidate.parts[index])
-    return Made(from_quantized(q, work.recipe(index), dtype, part.input_scales), result, shift)
+    return Calibrated(from_quantized(q, work.recipe(index), dtype, part.input_scales), result, shift)
 
 
 def _corrected(
@@ -262,10 +262,10 @@ def _corrected(
     layers = list(target.layers.values())
     bias = layers[0]._parameters.get("bias") if len(layers) == 1 else None
     if bias is None or inputs is None:
-        told = (
+        note = (
             "it has no bias of its own to correct" if inputs is not None else "no data to correct a bias by"
         )
-        return replace(result, notes=(*result.notes, told)), None
+        return replace(result, notes=(*result.notes, note)), None
     shift = fast.correct_bias(dense, q, inputs.train.mean.to(dense.device)).to(torch.float64)
     # As it will be: what the bias' dtype takes of it.
     shift = (bias.detach().to(torch.float64) + shift).to(bias.dtype).to(torch.float64) - bias.detach().to(

@@ -236,7 +236,7 @@ class _Slot:
 
 def _slots(block: nn.Module, width: int) -> list[_Slot]:
     """Matrices of a block that read or write so many channels, as far as shapes say."""
-    found = []
+    slots = []
     for path, module in block.named_modules():
         for key, p in module._parameters.items():
             if p is None or p.dim() < 2:
@@ -250,8 +250,8 @@ def _slots(block: nn.Module, width: int) -> list[_Slot]:
             outer = -1 if inner == -2 else -2
             sizes = [axis if p.shape[axis] == width else None for axis in (inner, outer)]
             if any(axis is not None for axis in sizes):
-                found.append(_Slot(f"{path}.{key}", module, key, *sizes))
-    return found
+                slots.append(_Slot(f"{path}.{key}", module, key, *sizes))
+    return slots
 
 
 def _prove_block(residual: Residual, index: int, name: str, module: nn.Module, order: list[str]) -> None:
@@ -315,7 +315,7 @@ def _gains(
         full_name(name, slot.name.rpartition(".")[0]): slot.name for slot in slots if slot.reads is not None
     }
     modules = dict(block.named_modules(prefix=name))
-    found, last = {}, None
+    norms, last = {}, None
     for path in (one for one in order if is_inside(one, [name])):
         gain = _norm_gain(modules[path], residual.width)
         if gain is not None:
@@ -323,14 +323,14 @@ def _gains(
         # A module with several weights (experts) has one name in the order.
         for full, slot in readers.items():
             if last is not None and full == path:
-                found.update(
+                norms.update(
                     {
                         one.name: last
                         for one in slots
                         if one.name.rpartition(".")[0] == slot.rpartition(".")[0]
                     }
                 )
-    return found
+    return norms
 
 
 def _choices(square: Sequence[_Slot], known: dict[str, str]) -> Iterator[dict[str, str]]:
@@ -354,7 +354,7 @@ def _changes(
     roles: Mapping[str, str],
 ) -> list[Change]:
     """What becomes of a block's parameters under these roles."""
-    found: list[Change] = []
+    changes: list[Change] = []
     for slot in slots:
         role = roles.get(slot.name, READS if slot.reads is not None else WRITES)
         change = Change(slot.parameter)
@@ -365,10 +365,10 @@ def _changes(
             change.writes = slot.writes
             bias = slot.module._parameters.get(f"{slot.key}_bias", slot.module._parameters.get("bias"))
             if bias is not None:
-                found.append(Change(bias, writes=-1))
-        found.append(change)
+                changes.append(Change(bias, writes=-1))
+        changes.append(change)
     folded = {id(gain): Change(gain, neutral=neutral) for gain, _, neutral in gains.values()}
-    return [*found, *folded.values()]
+    return [*changes, *folded.values()]
 
 
 def _turned(module: nn.Module, wide: nn.Module, changes: Sequence[Change], residual: Residual) -> nn.Module:

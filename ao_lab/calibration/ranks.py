@@ -92,9 +92,9 @@ class Ranks:
         """What every rank has, in their order."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -104,10 +104,10 @@ class Ranks:
             yield
         except Exception as error:  # noqa: BLE001  raised below, after the others know of it
             mine = error
-        told = self.gathered(None if mine is None else f"{type(mine).__name__}: {mine}")
+        errors = self.gathered(None if mine is None else f"{type(mine).__name__}: {mine}")
         if mine is not None:
             raise mine
-        failed = [f"rank {rank}: {one}" for rank, one in enumerate(told) if one is not None]
+        failed = [f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None]
         if failed:
             raise RuntimeError(f"calibration stopped on another rank, {failed[0]}")
 
@@ -120,16 +120,16 @@ class Ranks:
                 f"{counts}. {CHANGED_NOTHING}"
             )
 
-    def collect(self, found: dict[str, SplitMoments], make: Any) -> None:
+    def collect(self, moments: dict[str, SplitMoments], make: Any) -> None:
         """Sums of all ranks in place of those of this one. make: of a layer that no data of this rank reached."""
         names: dict[str, str] = {}
-        for one in self.gathered(_first_names(found)):
+        for one in self.gathered(_first_names(moments)):
             for name, first in one.items():
                 names.setdefault(name, first)
         for name, first in names.items():
-            if name not in found:
-                found[name] = found[first] if first in found else make()
-        distinct = {id(found[name]): found[name] for name in sorted(names)}
+            if name not in moments:
+                moments[name] = moments[first] if first in moments else make()
+        distinct = {id(moments[name]): moments[name] for name in sorted(names)}
         self.collect_all(list(distinct.values()))
 
     def collect_all(self, moments: Sequence[SplitMoments]) -> None:
@@ -186,14 +186,14 @@ class Ranks:
         """What the rank at this distance has in place of x."""
         partner = self.rank ^ step
         peer = partner if self.group is None else dist.get_global_rank(self.group, partner)
-        x, found = x.contiguous(), torch.empty_like(x)
+        x, received = x.contiguous(), torch.empty_like(x)
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, peer, self.group), dist.P2POp(dist.irecv, found, peer, self.group)]
+            [dist.P2POp(dist.isend, x, peer, self.group), dist.P2POp(dist.irecv, received, peer, self.group)]
         )
         for work in works:
             work.wait()
         self.sent += x.numel() * x.dtype.itemsize
-        return found
+        return received
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         """The largest values of all ranks."""
@@ -204,8 +204,8 @@ class Ranks:
         if self.size == 1:
             return
         if isinstance(statistic, Percentile):
-            found = [one for one in self.gathered(_host(statistic.counts)) if one is not None]
-            statistic.counts = torch.stack(found).sum(0) if found else None
+            counts = [one for one in self.gathered(_host(statistic.counts)) if one is not None]
+            statistic.counts = torch.stack(counts).sum(0) if counts else None
         elif isinstance(statistic, MinMax) and not isinstance(statistic, MovingAverage):
             ends = [
                 one
@@ -232,10 +232,10 @@ def _host(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.cpu()
 
 
-def _first_names(found: Mapping[str, SplitMoments]) -> dict[str, str]:
+def _first_names(moments: Mapping[str, SplitMoments]) -> dict[str, str]:
     """For each name the first one that has the same moments."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(one), name) for name, one in found.items()}
+    return {name: first.setdefault(id(one), name) for name, one in moments.items()}
 
 
 __all__ = ["DistributedBatches"]

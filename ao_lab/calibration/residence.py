@@ -62,20 +62,20 @@ class Copies:
 
     def enter(self) -> None:
         """Copy them. A dense parameter stays the same object with other values, since plans know it by that."""
-        made: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         # A parameter that several modules have is met again once its values are the copy.
         homes: dict[int, torch.Tensor] = {}
         for module, kind, key, old in _tensors(self.modules):
             self.homes.append((module, kind, key, old, homes.setdefault(id(old), old.data)))
             if kind == "_parameters" and not isinstance(old.data, QuantizedTensor):
-                if id(old) not in made:
-                    made[id(old)] = old
+                if id(old) not in copies:
+                    copies[id(old)] = old
                     old.data = old.data.to(self.device, copy=True)
                 continue
             new = old.detach().to(self.device, copy=True)
             if kind == "_parameters":
                 new = nn.Parameter(new, requires_grad=False)
-            getattr(module, kind)[key] = made.setdefault(id(old), new)
+            getattr(module, kind)[key] = copies.setdefault(id(old), new)
 
     def leave(self, changed: bool) -> None:
         """Let the copies go; those that have changed go home."""
@@ -92,7 +92,7 @@ class Copies:
     def _take_home(self, home: dict[int, torch.Tensor]) -> None:
         """Values that are not what they were before, on the device where they were; the others as they were."""
         where = next((values.device for values in home.values()), torch.device("cpu"))
-        made: dict[int, nn.Parameter] = {}
+        moved: dict[int, nn.Parameter] = {}
         before = {(id(module), kind, key): (old, values) for module, kind, key, old, values in self.homes}
         for module, kind, key, now in _tensors(self.modules):
             old, values = before.get((id(module), kind, key), (None, None))
@@ -103,7 +103,7 @@ class Copies:
                     module._parameters[key] = old  # type: ignore[assignment]
                 elif now.device != where:
                     new = nn.Parameter(now.data.to(where), requires_grad=False)
-                    module._parameters[key] = made.setdefault(id(now), new)
+                    module._parameters[key] = moved.setdefault(id(now), new)
             elif values is None or now.data is not values:
                 taken = now.data.to(where)
                 now.data = values if values is not None and _same(taken, values) else taken
@@ -136,7 +136,7 @@ class Residence:
     copies: Copies | None = None
 
     @contextmanager
-    def kept(self) -> Iterator[Residence]:
+    def placed(self) -> Iterator[Residence]:
         """Blocks come and go inside; afterwards all are where they were."""
         handles: list[Any] = []
         try:
@@ -202,11 +202,11 @@ class Residence:
 
 def take(block: nn.Module, parameters: Mapping[str, torch.Tensor] | None) -> None:
     """Give a block the quantized weights of a file, in place of the same ones in memory."""
-    made: dict[int, nn.Parameter] = {}
+    taken: dict[int, nn.Parameter] = {}
     for name, parameter in list(block.named_parameters(remove_duplicate=False)):
         value = None if parameters is None else parameters.get(name)
         if value is None or not isinstance(parameter.data, QuantizedTensor):
             continue
         path, _, leaf = name.rpartition(".")
-        new = made.setdefault(id(parameter), nn.Parameter(value, requires_grad=False))
+        new = taken.setdefault(id(parameter), nn.Parameter(value, requires_grad=False))
         block.get_submodule(path)._parameters[leaf] = new

@@ -63,8 +63,8 @@ def _described(target: Target) -> str:
     """A weight's name, and how it and its inputs are quantized."""
     recipe, scales = target.recipe, target.config.input_scales()
     activation = "" if recipe.activation is None else recipe.activation.key
-    given = [None if x is None else x.tolist() for x in (scales.scale, scales.zero)] if scales else ""
-    how = f"{recipe.kernel} {recipe.accumulation} {recipe.rotation} {given}"
+    static = [None if x is None else x.tolist() for x in (scales.scale, scales.zero)] if scales else ""
+    how = f"{recipe.kernel} {recipe.accumulation} {recipe.rotation} {static}"
     return f"{target.name} {recipe.weight.key} {activation} {target.axis} {how}"
 
 
@@ -86,13 +86,13 @@ def _values(block: nn.Module) -> Iterator[torch.Tensor]:
 
 def _given(capture: Capture, batch: int) -> list[torch.Tensor]:
     """What blocks are given of a batch (the first one's input, masks, positions), and which tokens are padding."""
-    found = [one.value for one in capture.held[batch].values()]
+    inputs = [one.value for one in capture.held[batch].values()]
     if (mask := capture.masks[batch]) is not None:
-        found.append(mask)
+        inputs.append(mask)
     arguments = [value for call in capture.calls[batch] for value in (*call[0], *call[1].values())]
     values = [list(one.values()) if isinstance(one, Mapping) else one for one in arguments]
     # Most are the same tensors for all blocks.
-    return [*found, *{id(x): x for x in tensors(values)}.values()]
+    return [*inputs, *{id(x): x for x in tensors(values)}.values()]
 
 
 def _sampled(x: torch.Tensor) -> bytes:
@@ -104,11 +104,11 @@ def _sampled(x: torch.Tensor) -> bytes:
 
 
 def _digest(parts: Sequence[str | bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        found.update(len(data).to_bytes(8, "little") + data)
-    return found.hexdigest()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 @dataclass

@@ -40,7 +40,7 @@ from ao_lab.calibration.experts import (
     siblings,
 )
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
-from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
+from ao_lab.calibration.layers import Calibrated, Part, Work, quantized_either_way
 from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, StaticKV, of_kind, ordered
 from ao_lab.calibration.offline import rotate_residual
 from ao_lab.calibration.ranks import Ranks
@@ -169,7 +169,7 @@ class Job:
     ranks: Ranks | None = None
     #: All batches again, where the first one was looked at before; and what is to be said of every weight.
     batches: Iterable[Any] | None = None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Quantize all weights; what is outside of the blocks stays for the caller."""
@@ -180,8 +180,8 @@ class Job:
                 if is_batched(target):
                     self.put(target, self.experts_of(target, None, parts[target.name]))
                     continue
-                for one, made in self.quantized(Stack([target]), None, parts):
-                    self.put(one, made)
+                for one, calibrated in self.quantized(Stack([target]), None, parts):
+                    self.put(one, calibrated)
             return
         self.ranks = Ranks.of(self.request.batches)
         if self.ranks is not None and self.ranks.size > 1 and self.learning is not None:
@@ -204,7 +204,7 @@ class Job:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Data may run through the model inside, its blocks where they run."""
-        with calibrating(self.model), self.residence.kept() if self.residence else nullcontext():
+        with calibrating(self.model), self.residence.placed() if self.residence else nullcontext():
             yield
 
     def rotate(self, mine: list[Target], blocks: dict[str, nn.Module], method: Rotate) -> None:
@@ -216,23 +216,23 @@ class Job:
                 f"{shorten(tied)} has the weight of an embedding, from which Rotate(kind='offline') parts it; quantize_ "
                 f"changed nothing. Leave it out by filter_fn, or untie the model first"
             )
-        given = self.request.batches
-        if given is not None and holds_batches(given):
-            self.batches = list(given)
+        batches = self.request.batches
+        if batches is not None and holds_batches(batches):
+            self.batches = list(batches)
         with self.running():
             check_tokens(Tokens.of(self.captured(mine, blocks), self.ranks))
         if self.batches is not None:
             with calibrating(self.model):
-                made = rotate_residual(
+                rotation = rotate_residual(
                     self.model, blocks, next(iter(self.batches)), method.size, self.device, method.heads
                 )
-            self.told = (str(made),)
+            self.notes = (str(rotation),)
 
     @property
     def rotation(self) -> Rotate | None:
         """The method that rotates the residual stream."""
-        found: Rotate | None = of_kind(self.request.methods, Rotate)
-        return found if found is not None and found.offline else None
+        method: Rotate | None = of_kind(self.request.methods, Rotate)
+        return method if method is not None and method.offline else None
 
     def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
         """Block after block."""
@@ -293,23 +293,23 @@ class Job:
         method: StaticKV | None = of_kind(self.request.methods, StaticKV)
         if method is None:
             return {}
-        found = scales_of_block(self.model, block, tokens, method.element, method.per, self.ranks)
-        remember_scales(self.model, found)
-        told = {name: str(one) for name, one in found.items()} or {block.name: NO_ATTENTION}
-        for name, one in told.items() if mine else ():
+        scales = scales_of_block(self.model, block, tokens, method.element, method.per, self.ranks)
+        remember_scales(self.model, scales)
+        texts = {name: str(one) for name, one in scales.items()} or {block.name: NO_ATTENTION}
+        for name, one in texts.items() if mine else ():
             # With the first weight of the attention, or of the block where those of the attention stay as they are.
             target = next((t for t in mine if is_inside(t.name, [name])), mine[0])
             result = replace(self.done[target.name], notes=(*self.done[target.name].notes, one))
             self.done[target.name] = result
             remember(self.model, dict.fromkeys(target.places, result))
-        return found
+        return scales
 
     def restored(self, block: Block, targets: list[Target]) -> bool:
         """Whether an earlier call has finished a block, which is in place now."""
-        found = None if self.finished is None else self.finished.restore(block.index, block.module, targets)
-        if found is None:
+        stored = None if self.finished is None else self.finished.restore(block.index, block.module, targets)
+        if stored is None:
             return False
-        results, self.pairs, scales = found
+        results, self.pairs, scales = stored
         remember_scales(self.model, scales)
         for target in targets:
             self.tell(target, results[target.name])
@@ -320,15 +320,17 @@ class Job:
         batched = [t for t in mine if is_batched(t)]
         flat = [t for t in mine if not is_batched(t)]
         inputs, experts = self.inputs_of(block, flat, batched, tokens) if self.reading else ({}, {})
-        told = (
-            self.told if self.request.prefix == PREFIXES[0] else (*self.told, "by inputs of the float model")
+        common = (
+            self.notes
+            if self.request.prefix == PREFIXES[0]
+            else (*self.notes, "by inputs of the float model")
         )
         unmatched = [name for name, one in inputs.items() if one.unmatched and useless_reason(one) is None]
         lent = notes_of(inputs)
         parts = {
             t.name: Part(
                 _input_scales(t),
-                notes=(*told, *lent.get(t.name, ()), *(UNMATCHED if t.name in unmatched else ())),
+                notes=(*common, *lent.get(t.name, ()), *(UNMATCHED if t.name in unmatched else ())),
             )
             for t in mine
         }
@@ -341,23 +343,23 @@ class Job:
             self.put(target, self.experts_of(target, experts.pop(target.name, None), parts[target.name]))
         for stack in stacks(flat, {name: id(one) for name, one in inputs.items()}):
             # Let go of with the last of its stacks: those of a wide layer are gigabytes.
-            found = inputs.get(stack.targets[0].name)
+            moments = inputs.get(stack.targets[0].name)
             for target in stack.targets:
                 inputs.pop(target.name, None)
-            spent = not any(one is found for one in inputs.values())
+            spent = not any(one is moments for one in inputs.values())
             last = spent and self.learning is None
-            learning = self.learning is not None and useless_reason(found) is None
-            for target, made in self.quantized(stack, found, parts, last=last, spent=spent):
-                if found is None or not learning:
-                    self.put(target, made)
+            learning = self.learning is not None and useless_reason(moments) is None
+            for target, calibrated in self.quantized(stack, moments, parts, last=last, spent=spent):
+                if moments is None or not learning:
+                    self.put(target, calibrated)
                 else:
-                    learned.append(Learned(target, made, parts[target.name], found.for_judging()))
-            found = None
+                    learned.append(Learned(target, calibrated, parts[target.name], moments.for_judging()))
+            moments = None
             stack.dense.clear()
         if learned and self.learning is not None:
             results = Learning(block, tokens, self.learning, learned).run()
-            for one, made in zip(learned, results, strict=True):
-                self.put(one.target, made)
+            for one, calibrated in zip(learned, results, strict=True):
+                self.put(one.target, calibrated)
 
     def inputs_of(
         self, block: Block, targets: list[Target], batched: list[Target], tokens: Tokens
@@ -377,43 +379,45 @@ class Job:
             observe([*((name, m, sources) for name, m in dict(around).items()), *watched], block.run)
         statistics.forget_inputs()
         tokens.source = tokens.routed = None
-        found: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
+        moments: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
         if self.ranks is not None:
-            self.ranks.collect(found, partial(SplitMoments, None, None, sampling))
-            for group in watch.found.values():
+            self.ranks.collect(moments, partial(SplitMoments, None, None, sampling))
+            for group in watch.moments.values():
                 self.ranks.collect_all(group)
         unreached: dict[Any, SplitMoments] = {}
         for names in siblings(names_of(targets), lists):
-            known = {id(one): one for name in names if (one := found.get(name)) is not None}
-            missing = [name for name in names if name not in found]
+            known = {id(one): one for name in names if (one := moments.get(name)) is not None}
+            missing = [name for name in names if name not in moments]
             if not known or not (missing or any(one.routed for one in known.values())):
                 continue
             # Layers of an expert whose siblings read one tensor have one moment too, so that each is lent to once.
             read = frozenset(known)
             for name in missing:
                 key = read, expert_of(name, lists)
-                found[name] = unreached.setdefault(key, SplitMoments(None, None, sampling, routed=True))
-                known[id(found[name])] = found[name]
+                moments[name] = unreached.setdefault(key, SplitMoments(None, None, sampling, routed=True))
+                known[id(moments[name])] = moments[name]
             lend([one for one in known.values() if not one.train.borrowed])
-        check_usable(found)
-        return found, watch.finished()
+        check_usable(moments)
+        return moments, watch.finished()
 
-    def experts_of(self, target: Target, inputs: list[SplitMoments] | None, part: Part) -> Made:
+    def experts_of(self, target: Target, inputs: list[SplitMoments] | None, part: Part) -> Calibrated:
         """A weight of batched experts, each quantized as a matrix."""
         outer = self.outer(target)
         if outer is None and target.recipe.weight.outer is not None:
             outer = outer_scale(target.parameter.detach(), target.recipe.weight)
-        made, notes = [], list(part.notes)
+        experts, notes = [], list(part.notes)
         for expert in range(len(target.parameter)):
             one: Any = ExpertTarget(target, expert)
             mine = replace(part, outer=outer, notes=())
-            found = None if inputs is None else inputs[expert]
-            made += [result for _, result in self.quantized(Stack([one]), found, {one.name: mine}, False)]
+            moments = None if inputs is None else inputs[expert]
+            experts += [
+                result for _, result in self.quantized(Stack([one]), moments, {one.name: mine}, False)
+            ]
             if inputs is not None:
                 inputs[expert] = SplitMoments()
         if any(isinstance(one, (Rotate, AutoRound)) for one in self.request.methods):
             notes.append("experts of one weight are neither rotated nor learned with their block")
-        return joined(target, made, notes)
+        return joined(target, experts, notes)
 
     def smooth(
         self, block: Block, targets: list[Target], inputs: dict[str, SplitMoments], parts: dict[str, Part], method: Method
@@ -427,7 +431,7 @@ class Job:
             {path: parts[t.name] for path, t in here.items()}, method,
             MORE if any(isinstance(one, (Clip, GPTQ)) for one in self.request.methods) else 1.0,
         )  # fmt: skip
-        pairs = smoothing.found(self.pairs)
+        pairs = smoothing.find(self.pairs)
         self.pairs = pairs if self.ranks is None else self.ranks.gathered(pairs)[0]
         smoothing.run(self.pairs)
         inputs.update({t.name: smoothing.inputs[path] for path, t in here.items()})
@@ -470,8 +474,8 @@ class Job:
     @property
     def learning(self) -> AutoRound | None:
         """The method that learns a block's weights together."""
-        found: AutoRound | None = of_kind(self.request.methods, AutoRound)
-        return found
+        method: AutoRound | None = of_kind(self.request.methods, AutoRound)
+        return method
 
     def quantized(
         self,
@@ -481,7 +485,7 @@ class Job:
         whole: bool = True,
         last: bool = False,
         spent: bool = False,
-    ) -> list[tuple[Target, Made]]:
+    ) -> list[tuple[Target, Calibrated]]:
         """The weights of a stack, quantized. whole: whether they are whole parameters, not experts of one. last: whether nobody
         needs the inputs afterwards; spent: whether no other stack needs the products that methods read.
         """
@@ -501,19 +505,19 @@ class Job:
             raise
         return list(zip(stack.targets, results, strict=True))
 
-    def put(self, target: Target, made: Made) -> None:
+    def put(self, target: Target, calibrated: Calibrated) -> None:
         """A quantized weight in every place of the dense one, and its bias."""
-        weight = made.weight.transposed() if target.transposed else made.weight
+        weight = calibrated.weight.transposed() if target.transposed else calibrated.weight
         layers = list(target.layers.values())
         bias = (
             None
-            if made.bias is None
-            else layers[0].get_parameter("bias").detach().to(torch.float64) + made.bias
+            if calibrated.bias is None
+            else layers[0].get_parameter("bias").detach().to(torch.float64) + calibrated.bias
         )
         self.placing = Placing(target, nn.Parameter(weight, requires_grad=False), bias)
         self.placing.place()
         self.placing = None
-        self.tell(target, made.result)
+        self.tell(target, calibrated.result)
 
     def tell(self, target: Target, result: LayerResult) -> None:
         """Note what was won for a weight that is quantized now."""
@@ -536,7 +540,7 @@ class Job:
         """What is to be said at an error; a weight that was placed somewhere is placed everywhere."""
         if self.placing is not None:
             self.placing.place()
-        rest = "the others are rotated, the same function" if self.told else "the others are as they were"
+        rest = "the others are rotated, the same function" if self.notes else "the others are as they were"
         return (
             f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; {rest}. "
             f"ao_lab.explain(model) lists both"

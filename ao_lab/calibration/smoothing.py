@@ -48,7 +48,7 @@ class Smoothing:
     def __post_init__(self) -> None:
         self.modules = dict(self.block.module.named_modules())
 
-    def found(self, known: Sequence[Pair]) -> list[Pair]:
+    def find(self, known: Sequence[Pair]) -> list[Pair]:
         """The pairs of the block. known: those of the block before."""
         return find_pairs(self.block, known)
 
@@ -61,9 +61,9 @@ class Smoothing:
 
     def _scale(self, pair: Pair, readers: list[str]) -> None:
         """Scale one pair, and put it back where a weight comes out worse."""
-        factors, told = self._factors(pair, readers)
+        factors, method = self._factors(pair, readers)
         if bool((factors == 1).all()):
-            self._note(readers, f"{told}: no factors are better")
+            self._note(readers, f"{method}: no factors are better")
             return
         judged = [*readers, *([pair.producer] if pair.producer in self.targets else [])]
         for name in judged:
@@ -71,7 +71,7 @@ class Smoothing:
                 self.parts[name].baseline = self._error(name)
         before, finished = {name: self._error(name) for name in judged}, False
         modules = [self.modules[name] for name in (pair.producer, *pair.consumers)]
-        kept = [(p, p.detach().clone()) for m in modules for p in m._parameters.values() if p is not None]
+        values = [(p, p.detach().clone()) for m in modules for p in m._parameters.values() if p is not None]
         inputs, rows = dict(self.inputs), {name: self.parts[name].rows for name in judged}
         worse: list[str] = []
         try:
@@ -82,21 +82,21 @@ class Smoothing:
         finally:
             # Half a pair would be another model.
             if not finished:
-                for parameter, value in kept:
+                for parameter, value in values:
                     parameter.data.copy_(value)
         if finished:
             for name in readers:
-                self.parts[name].before += (told,)
+                self.parts[name].before += (method,)
             return
         self.inputs.update(inputs)
         for name in judged:
             self.parts[name].rows = rows[name]
         what = ", ".join(worse or judged)
-        self._note(readers, f"{told} would make {what} worse than rounding and was not applied")
+        self._note(readers, f"{method} would make {what} worse than rounding and was not applied")
 
-    def _note(self, names: list[str], told: str) -> None:
+    def _note(self, names: list[str], note: str) -> None:
         for name in names:
-            self.parts[name].notes += (told,)
+            self.parts[name].notes += (note,)
 
     def _factors(self, pair: Pair, readers: list[str]) -> tuple[torch.Tensor, str]:
         """By what the readers' weights are multiplied, (count,) by channel of the producer, and what found it."""
@@ -111,17 +111,17 @@ class Smoothing:
             return fast.smoothing_factors(largest, w, self.method.alpha), self.method.name
         method: Any = self.method
         mean = pair.per_input(_largest(moments.mean_magnitude, pair)).to(device)
-        found = fast.awq_factors(
+        awq = fast.awq_factors(
             weights, moments.hessian.to(device), mean, self.targets[readers[0]].recipe.weight, ratios=method.ratios
         )  # fmt: skip
         # Repeated heads have one factor: that of the first.
-        heads = found.factors.reshape(-1, pair.repeats, pair.head)
+        heads = awq.factors.reshape(-1, pair.repeats, pair.head)
         return heads[:, 0].reshape(-1), method.name
 
     def _apply(self, pair: Pair, readers: list[str], factors: torch.Tensor) -> None:
         """Divide the producer's channels by factors, multiply its readers' columns by what that was."""
-        made = scale_producer(self.modules[pair.producer], pair, 1 / factors)
-        inputs = pair.per_input(made)
+        rounded = scale_producer(self.modules[pair.producer], pair, 1 / factors)
+        inputs = pair.per_input(rounded)
         for name in pair.consumers:
             scale_inputs(self.modules[name], 1 / inputs)
         known: dict[int, SplitMoments] = {}
@@ -130,8 +130,8 @@ class Smoothing:
             self.inputs[name] = known.setdefault(id(old), old.scaled(inputs))
         if pair.producer in self.targets:
             part = self.parts[pair.producer]
-            rows = torch.ones(_rows(self.modules[pair.producer]), dtype=torch.float64, device=made.device)
-            rows[pair.first : pair.first + pair.count] = made
+            rows = torch.ones(_rows(self.modules[pair.producer]), dtype=torch.float64, device=rounded.device)
+            rows[pair.first : pair.first + pair.count] = rounded
             part.rows = rows if part.rows is None else part.rows * rows
 
     def _error(self, name: str) -> float:

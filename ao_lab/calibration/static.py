@@ -104,7 +104,7 @@ class StaticConfig(Config, registered=False):
             )
         if (step := getattr(self, "step", None)) is not None:
             choice(step, STEPS, f"{type(self).__name__}: step")
-        scale, zero = self.given
+        scale, zero = self.fixed
         if scale is not None and self.prepares:
             raise ValueError('step="prepare" finds act_quant_scale; leave one of the two out')
         if (scheme.zero is not None and scale is not None) != (zero is not None):
@@ -114,19 +114,19 @@ class StaticConfig(Config, registered=False):
         self.input_scales()
 
     @property
-    def given(self) -> tuple[Any, Any]:
+    def fixed(self) -> tuple[Any, Any]:
         """The scale and the zero point that the caller has given, or None."""
         return getattr(self, "act_quant_scale"), getattr(self, "act_quant_zero_point", None)  # noqa: B009  (of subclasses)
 
     def input_scales(self) -> Scales | None:
         """The given scale, and zero point; None where they are to be found."""
-        scale, zero = self.given
+        scale, zero = self.fixed
         return None if scale is None else static_scales(scale, zero)
 
     def for_layout(self, layout: str) -> Self:
         """See `Config.for_layout`; a given scale becomes what readers in bfloat16 still have, ValueError for a zero point."""
         result = super().for_layout(layout)
-        scale, zero = self.given
+        scale, zero = self.fixed
         if layout == OWN or scale is None:
             return result
         if zero is not None:
@@ -141,7 +141,7 @@ class StaticConfig(Config, registered=False):
     def observer(self) -> Observer | None:
         """What finds the scale; None where it is given."""
         scheme = self.recipe().activation
-        if self.given[0] is not None or scheme is None:
+        if self.fixed[0] is not None or scheme is None:
             return None
         return InputScales(scheme, statistic_of(self.statistic)())
 

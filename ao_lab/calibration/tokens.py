@@ -89,8 +89,8 @@ class Tokens:
         before = sum(map(len, shapes[: ranks.rank]))
         masks: list[torch.Tensor | None] = [None] * sum(map(len, shapes))
         masks[before : before + len(capture.masks)] = capture.masks
-        found = roles([shape for one in shapes for shape in one], masks)
-        return Tokens(capture, found[before : before + len(capture.shapes)], ranks=ranks)
+        all_roles = roles([shape for one in shapes for shape in one], masks)
+        return Tokens(capture, all_roles[before : before + len(capture.shapes)], ranks=ranks)
 
     @property
     def counted(self) -> int:
@@ -112,12 +112,12 @@ class Tokens:
         """What rows are that a router has sent on, or that were made of the last such rows; None for other rows."""
         if self.source is None:
             return None
-        found: torch.Tensor | None = self.source.roles_of(x)
-        if found is not None:
-            self.routed = found
+        routed: torch.Tensor | None = self.source.roles_of(x)
+        if routed is not None:
+            self.routed = routed
         elif self.routed is not None and len(self.routed) == len(x):
-            found = self.routed
-        return found
+            routed = self.routed
+        return routed
 
     def is_part(self, rows: torch.Tensor) -> bool:
         """Whether these are not all tokens of the batch."""
@@ -380,8 +380,8 @@ class SplitMoments(Sums):
             None, None, self.sampling, self.train.scaled(factors), self.held_out.scaled(factors)
         )
         for name in ("samples", "held_samples"):
-            given: list[torch.Tensor] = getattr(self, name)
-            setattr(result, name, [(x.to(torch.float64) * factors.to(x.device)).to(x.dtype) for x in given])
+            values: list[torch.Tensor] = getattr(self, name)
+            setattr(result, name, [(x.to(torch.float64) * factors.to(x.device)).to(x.dtype) for x in values])
         return result
 
     def rotated(self, length: int, last: bool = False) -> SplitMoments:

@@ -136,8 +136,8 @@ class Microseconds:
         try:
             if change is None:
                 calls = {"dense": lambda: F.linear(x, dense)}
-                found: Any = timings(calls, weight.device, self.launches)["dense"]
-                return float(found.seconds) * 1e6
+                timing: Any = timings(calls, weight.device, self.launches)["dense"]
+                return float(timing.seconds) * 1e6
             return _seconds(self._choice(quantized(dense, change.recipe, axis=-1), x)) * 1e6
         finally:
             release()

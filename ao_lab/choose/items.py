@@ -67,12 +67,12 @@ def items_of(model: nn.Module, options: Mapping[str, Config | None], filter_fn: 
         for name, config in options.items()
         if config is not None
     }
-    found: dict[int, Item] = {}
+    by_weight: dict[int, Item] = {}
     for name, plan in plans.items():
         for key, change in plan.changes.items():
-            found.setdefault(key, Item(change.places)).changes[name] = change
+            by_weight.setdefault(key, Item(change.places)).changes[name] = change
     order = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-    items = [found[key] for key in sorted(found, key=lambda key: order[key])]
+    items = [by_weight[key] for key in sorted(by_weight, key=lambda key: order[key])]
     for item in items:
         _check(item)
         item.changes.update({name: None for name, config in options.items() if config is None})
@@ -112,10 +112,10 @@ def checked_options(options: object) -> tuple[dict[str, Config | None], tuple[Me
         )
     configs: dict[str, Config | None] = {}
     methods: dict[str, tuple[Method, ...]] = {}
-    for name, given in options.items():
+    for name, option in options.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"names of options are strings, got {name!r}")
-        config, wanted = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
+        config, wanted = option if isinstance(option, tuple) and len(option) == 2 else (option, ())
         if config is not None and not isinstance(config, Config):
             raise TypeError(
                 f"options[{name!r}] is a configuration of ao_lab, (configuration, methods), or None to leave layers dense, got "
@@ -134,8 +134,8 @@ def checked_options(options: object) -> tuple[dict[str, Config | None], tuple[Me
     return configs, next(iter(methods.values()))
 
 
-def _checked_methods(name: str, given: Iterable[Any]) -> tuple[Method, ...]:
-    records = ordered(given)
+def _checked_methods(name: str, methods: Iterable[Any]) -> tuple[Method, ...]:
+    records = ordered(methods)
     if beyond := [one.name for one in records if isinstance(one, BEYOND)]:
         raise ValueError(
             f"options[{name!r}]: {' and '.join(beyond)} change more than a layer's weight, so that layers cannot be chosen for "
@@ -181,10 +181,10 @@ def labels(items: Sequence[Item], groups: Groups | None, reads: Mapping[str, int
                 f"groups names {shorten(unknown)}, no weights that are chosen for; names are {shorten([*names])}"
             )
     ask = groups.get if isinstance(groups, Mapping) else groups
-    found = [ask(item.name) for item in items]
+    asked = [ask(item.name) for item in items]
     return [
         ("alone", item.name) if label is None else ("group", label)
-        for item, label in zip(items, found, strict=True)
+        for item, label in zip(items, asked, strict=True)
     ]
 
 

@@ -97,9 +97,9 @@ class Choice:
     def heading(self) -> str:
         """The result in a line."""
         counts = Counter("dense" if layer.option is None else layer.option for layer in self.layers)
-        told = ", ".join(f"{count} {option}" for option, count in counts.items())
+        chosen = ", ".join(f"{count} {option}" for option, count in counts.items())
         return (
-            f"{self.source}: {told}; {self.cost} of {self.budget}; KL {self.measured:.4g} measured, {self.predicted:.4g} "
+            f"{self.source}: {chosen}; {self.cost} of {self.budget}; KL {self.measured:.4g} measured, {self.predicted:.4g} "
             f"predicted (at least {self.bound:.4g} within the budget)"
         )
 
@@ -129,8 +129,8 @@ class Choice:
         """All of it as JSON; into a file too where a path is given."""
         options = {name: None if one is None else config_values(one) for name, one in self.options.items()}
         methods = [{"method": one.name, **asdict(one)} for one in self.methods]
-        told = {"ao_lab_choice": FORMAT, **asdict(self), "options": options, "methods": methods}
-        text = json.dumps(told, indent=1) + "\n"
+        record = {"ao_lab_choice": FORMAT, **asdict(self), "options": options, "methods": methods}
+        text = json.dumps(record, indent=1) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -138,25 +138,27 @@ class Choice:
     @classmethod
     def from_json(cls, text: str | Path) -> Choice:
         """What `to_json` wrote: its text, or a file's path. ValueError where it is no such text."""
-        given = text.read_text(encoding="utf-8") if isinstance(text, Path) else text
+        content = text.read_text(encoding="utf-8") if isinstance(text, Path) else text
         try:
-            told = json.loads(given)
-            if told.pop("ao_lab_choice") != FORMAT:
+            record = json.loads(content)
+            if record.pop("ao_lab_choice") != FORMAT:
                 raise ValueError(f"it is of another version than {FORMAT}")
             options: Any = {
-                name: None if one is None else config_from(one) for name, one in told.pop("options").items()
+                name: None if one is None else config_from(one) for name, one in record.pop("options").items()
             }
-            layers = tuple(ChosenLayer(**{**one, "names": tuple(one["names"])}) for one in told.pop("layers"))
-            trials = tuple(Trial(**one) for one in told.pop("trials"))
-            frontier = tuple((float(cost), float(score)) for cost, score in told.pop("frontier"))
-            methods = tuple(METHODS[one.pop("method")](**one) for one in told.pop("methods"))
+            layers = tuple(
+                ChosenLayer(**{**one, "names": tuple(one["names"])}) for one in record.pop("layers")
+            )
+            trials = tuple(Trial(**one) for one in record.pop("trials"))
+            frontier = tuple((float(cost), float(score)) for cost, score in record.pop("frontier"))
+            methods = tuple(METHODS[one.pop("method")](**one) for one in record.pop("methods"))
             return cls(
                 options=options,
                 layers=layers,
                 trials=trials,
                 methods=methods,
                 frontier=frontier,
-                **{**told, "notes": tuple(told["notes"])},
+                **{**record, "notes": tuple(record["notes"])},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no choice as Choice.to_json writes it: {error}") from error

@@ -40,13 +40,13 @@ HELD = 2 << 30
 def logits_of(output: Any) -> torch.Tensor:
     """What a model returns as logits, (..., classes)."""
     logits = getattr(output, "logits", None)
-    found: torch.Tensor = first_tensor(output, "the model") if logits is None else logits
-    if found.dim() < 2 or not found.is_floating_point():
+    values: torch.Tensor = first_tensor(output, "the model") if logits is None else logits
+    if values.dim() < 2 or not values.is_floating_point():
         raise ValueError(
-            f"the model returns {str(found.dtype).removeprefix('torch.')} {tuple(found.shape)}, no logits (tokens, classes) "
+            f"the model returns {str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}, no logits (tokens, classes) "
             f"to score options by; give a model that has `logits`, or returns them first"
         )
-    return found
+    return values
 
 
 def counted(call: Call, logits: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,10 @@ class Weights:
         if key in self.held:
             return self.held[key]
         dense = item.parameter
-        made = quantize_parameter(change, dense, None, {}, self._outer(option).get(item.name))
+        weight = quantize_parameter(change, dense, None, {}, self._outer(option).get(item.name))
         if dense.device.type == "cpu":
-            self.held[key] = made
-        return made
+            self.held[key] = weight
+        return weight
 
     def calibrate(
         self,

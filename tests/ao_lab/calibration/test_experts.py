@@ -273,7 +273,7 @@ def test_all_products_of_experts_are_seen_as_those_one_by_one(kind, other):
         down = type("Target", (), {"name": "v", "parameter": layer.experts.down_proj})
         with ExpertWatch([target, down], tokens, False) as watch, torch.no_grad():
             layer(x[None])
-        found.append(watch.found)
+        found.append(watch.moments)
     for name in ("w", "v"):
         for one, two in zip(found[0][name], found[1][name], strict=True):
             for kind in ("train", "held_out"):

@@ -169,7 +169,8 @@ def test_methods_without_data_and_refusals(folder):
 
 
 def test_moments_go_with_the_last_stack_that_reads_them(monkeypatch):
-    """Those of a block's first layers are no more when its last one is quantized."""
+    """Those of a block's first layers are no more when its last one is quantized, and the products that GPTQ has read when it
+    is through: what is held out judges."""
     alive = []
 
     def count(name, done, total):
@@ -177,7 +178,7 @@ def test_moments_go_with_the_last_stack_that_reads_them(monkeypatch):
         alive.append(sum(type(one) is Moments and one.value is not None for one in gc.get_objects()))
 
     quantize_(stack(), INT4, calibration=inputs(), methods=(Clip(), GPTQ()), progress=count)
-    assert alive[:3] == [4, 4, 2] or alive[:3] == [2, 2, 0], alive
+    assert alive[:3] == [3, 3, 1], alive
 
 
 def test_a_mean_of_products_takes_the_place_of_their_sum():

@@ -24,9 +24,13 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "gptq": (ao_lab.Clip(), ao_lab.GPTQ()),
     "awq": (ao_lab.AWQ(), ao_lab.Clip(), ao_lab.GPTQ()),
     "rotate": (ao_lab.Rotate(), ao_lab.GPTQ()),
+    "autoround": (ao_lab.AutoRound(),),
+    "gptq and autoround": (ao_lab.Clip(), ao_lab.GPTQ(), ao_lab.AutoRound()),
 }
 #: Gigabytes beside the model, and in all.
 BARS = {"resident": 16.0, "streamed": 12.0}
+#: Layers of Llama-3.1-8B, and the bars of all of them in seconds.
+LAYERS, SECONDS = 32, {"gptq": 90.0, "awq": 90.0, "autoround": 360.0}
 
 
 def saved(folder: Path, device: str) -> None:
@@ -67,14 +71,48 @@ def quantized(folder: Path, how: str, name: str, device: str) -> tuple[Any, Row]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if how == "resident" else 0
-    begin = time.monotonic()
+    watch = Stopwatch(device)
     if model is None:
-        model = quantize_pretrained(folder, config, device=device, **given)
+        model = quantize_pretrained(folder, config, device=device, progress=watch, **given)
     else:
-        ao_lab.quantize_(model, config, **given)
-    seconds = time.monotonic() - begin
+        ao_lab.quantize_(model, config, progress=watch, **given)
+    seconds = watch.now()
     peak = 0.0 if device == "cpu" else (torch.cuda.max_memory_allocated() - before) / 1e9
-    return model, {"method": name, "how": how, "peak_gb": round(peak, 2), "seconds": round(seconds, 1)}
+    row: Row = {"method": name, "how": how, "peak_gb": round(peak, 2), "seconds": round(seconds, 1)}
+    whole = watch.of_layers(LAYERS)
+    return model, row | {
+        "block_s": round(watch.block, 2),
+        f"{LAYERS}_layers_s": round(whole, 1),
+        "bar_s": SECONDS.get(name, ""),
+    }
+
+
+class Stopwatch:
+    """Seconds until each weight was placed, as `progress` is told of them; a block is over with its last weight."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.begin, self.ends = device, time.monotonic(), {}
+
+    def now(self) -> float:
+        """Since the call, the device's work done."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.monotonic() - self.begin
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        parts = name.split(".")
+        if "layers" in parts:
+            self.ends[parts[parts.index("layers") + 1]] = self.now()
+
+    @property
+    def block(self) -> float:
+        """From the end of the first block to that of the last, a block: with what it takes to run data to it."""
+        ends = sorted(self.ends.values())
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+    def of_layers(self, count: int) -> float:
+        """A model of so many: all that is before the second block, and the others as long as it."""
+        return min(self.ends.values()) + (count - 1) * self.block
 
 
 def wrong(name: str, device: str) -> Iterator[str]:
@@ -110,7 +148,8 @@ def times(asked: Asked) -> Iterator[Row]:
         saved(Path(folder), asked.device)
         for name in METHODS:
             for how in BARS:
-                yield quantized(Path(folder), how, name, asked.device)[1]
+                if asked.only in f"{name} {how}":
+                    yield quantized(Path(folder), how, name, asked.device)[1]
 
 
 SUBJECTS = (
