@@ -6,7 +6,6 @@ and caches of ours go on to the functions that have them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -14,30 +13,14 @@ from zlib import crc32
 import torch
 
 from ao_lab.attention.sdpa import attended
+from ao_lab.attention.settings import ATTRIBUTE, AttentionSettings
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.attention import UNKNOWN, attention_forward
 from ao_lab.kv_cache.layer import StoredStates
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe, attention_recipe_of
 
-#: Where a model has what `use_attention_` set.
-ATTRIBUTE = "_ao_lab_attention"
 #: How names of functions begin; a recipe without a name goes by a checksum of its fields.
 PREFIX = "ao_lab_"
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What `use_attention_` has set; as a string, in a sentence.
-
-    recipe: of attention. name: of its function among transformers'. before: the model's attention before.
-    """
-
-    recipe: AttentionRecipe
-    name: str
-    before: str | None
-
-    def __str__(self) -> str:
-        return f"prefill by attention {self.name} ({self.recipe}); before: {self.before}"
 
 
 def forward(
@@ -135,4 +118,4 @@ def _check(model: Any) -> None:
         )
 
 
-__all__ = ["AttentionSettings", "use_attention_"]
+__all__ = ["use_attention_"]

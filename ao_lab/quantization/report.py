@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ao_lab.attention.settings import ATTRIBUTE as ATTENTION
 from ao_lab.calibration.result import CALIBRATION, LayerResult
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
@@ -127,6 +128,8 @@ class Report(ModelReport[Layer]):
 
     #: What `use_kv_cache_` set, as text; "" where generate() has transformers' own cache.
     kv_cache: str = ""
+    #: What `use_attention_` set, as text; "" where it set nothing.
+    attention: str = ""
 
     def heading(self) -> str:
         """How many of them are quantized, and prepared."""
@@ -136,7 +139,7 @@ class Report(ModelReport[Layer]):
         told = [f"{count} {total} prepared {how}" for how, count in counts.items() if count]
         quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
         heading = ", ".join((*quantized, *told))
-        return f"{heading}; {self.kv_cache}" if self.kv_cache else heading
+        return "; ".join(filter(None, (heading, self.kv_cache, self.attention)))
 
 
 def known_reasons(model: nn.Module) -> dict[str, str]:
@@ -182,7 +185,11 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
                 calibrated=results.get(layer.name) if layer.changed else None,
             )
         )
-    return Report((*layers, *_others(model, reasons)), str(getattr(model, KV_CACHE, "")))
+    return Report(
+        (*layers, *_others(model, reasons)),
+        str(getattr(model, KV_CACHE, "")),
+        str(getattr(model, ATTENTION, "")),
+    )
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:

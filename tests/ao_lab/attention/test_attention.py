@@ -39,6 +39,7 @@ def test_model(model):
     settings = ao_lab.use_attention_(model, "int8")
     assert str(settings).startswith("prefill by attention ao_lab_int8 (queries int8_rowwise")
     assert settings.before == "sdpa"
+    assert str(settings) in str(ao_lab.explain(model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             sdpa, "quantized_attention", lambda *x, **o: calls.append(o) or quantized_attention(*x, **o)

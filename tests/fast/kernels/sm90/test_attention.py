@@ -95,12 +95,8 @@ FAULTS = {
         "if (more) wait_for(ring.full_k + 8 * next.stage, next.parity);", "",
     ),
     "values that have not arrived": ("wait_for(ring.full_v + 8 * at.stage, at.parity);", ""),
-    "values are handed back while they are read": (
-        "      finish<0>(d);\n      if (more) {", "      release(ring.empty_v + 8 * at.stage);\n      finish<0>(d);\n      if (more) {",
-    ),
-    "keys are handed back while they are read": (
-        "      finish<0>(s);\n      at = next;", "      release(ring.empty_k + 8 * next.stage);\n      finish<0>(s);\n      at = next;",
-    ),
+    "keys are handed back by two warps of eight": ("ring.empty_k + 8 * s, GROUPS * 4", "ring.empty_k + 8 * s, 2"),
+    "values are handed back by two warps of eight": ("ring.empty_v + 8 * s, GROUPS * 4", "ring.empty_v + 8 * s, 2"),
     "the sum shrinks by the other row's factor": ("rows.shrink[i / 2 % 2]", "rows.shrink[1 - i / 2 % 2]"),
     "weights of two rows are exchanged": ("j % 2 * 2 + r]", "j % 2 * 2 + 1 - r]"),
     "the last key is seen": ("p.offset + 1) : p.keys", "p.offset + 2) : p.keys"),
