@@ -84,6 +84,9 @@ PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
 }
 
 
+check_parts = partial(check_known, EXPERIMENT, PARTS)
+
+
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for."""
     return f"drawn-{seed_and_libraries(settings.seed)}"
@@ -92,7 +95,7 @@ def subject(settings: Settings) -> str:
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    check_known(EXPERIMENT, PARTS, settings.only or ())
+    check_parts(settings.only or ())
     deadline, failed = Deadline(settings.seconds), list[Row]()
     lines = [line for name in settings.only or PARTS for line in PARTS[name](settings)]
     with bar(EXPERIMENT, len(lines)) as step:
@@ -111,4 +114,4 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     return [*journal.rows, *failed]
 
 
-__all__ = ["run", "subject"]
+__all__ = ["check_parts", "run", "subject"]
