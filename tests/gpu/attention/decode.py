@@ -1,9 +1,11 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
-    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits times sweep generate] [--sizes 64x8192 1x32768]
-        [--kinds base value fp8 int8 int4 int4_g64] [--seconds 60] [--out FOLDER]
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep generate] [--sizes 64x8192 1x32768]
+        [--kinds base value fp8 int8 int4 int4_tokens int4_plain int4_g64] [--seconds 60] [--out FOLDER]
 
-bits: the kernel within `attention_error_bound` of the reference, every kind, masks, several tokens, splits. times: one layer,
+Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
+and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
+bits of a CPU. bits: kernels within `attention_error_bound` of reference, masks, several tokens, parts. times: one layer,
 32 query heads over 8 key heads of 128 channels, --sizes (sequences x tokens), CUDA graphs over as many caches as the
 second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep: tiles. generate:
 transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192 (base: its own cache). A line a check or time,
@@ -27,16 +29,16 @@ from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from ao_lab.kv_cache.recipe import INT4
-from fast.attention.stored import append_, quantized_tokens, room_for, token_values
+from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
+from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, signed, token_values
 from fast.kernels.attention import decode
-from reference import SCHEMES
+from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
-from reference.schemes.schemes import Scheme
 from tests.gpu.harness.timing import captured, elapsed, several
 
-SCHEME: dict[str, Scheme | None] = {
-    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4, "int4_g64": SCHEMES["int4_g64"]
+KINDS: dict[str, KVRecipe] = {
+    "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "int8", "int4", "int4_tokens")},
+    "int4_plain": KVRecipe(key=INT4, value=INT4), "int4_g64": KVRecipe(key="int4_g64", value="int4_g64"),
 }  # fmt: skip
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 #: Graphs replayed.
@@ -56,10 +58,51 @@ def stored(kind: str, batch: int, length: int, room: int, kv: int = KV_HEADS, wi
     """Keys and values of random tokens, and what they are stored as."""
     k = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
     v = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
-    keys, values = (room_for(x, room, SCHEME[kind]) for x in (k, v))
+    keys, values = rooms(kind, k, v, room)
     count = torch.zeros((), dtype=torch.int64, device="cuda")
-    append_(keys, values, k, v, count)
+    append_(keys, values, k, v, count, KINDS[kind].rotate)
     return k, v, keys, values, count
+
+
+def rooms(kind: str, k: torch.Tensor, v: torch.Tensor, room: int):
+    """Memory of a kind for tokens like these."""
+    recipe = KINDS[kind]
+    return [
+        room_for(x, room, scheme, axis=axis, window=recipe.window)
+        for x, scheme, axis in zip((k, v), recipe.schemes, recipe.axes, strict=True)
+    ]
+
+
+def writes(kinds: list[str]) -> None:
+    """After a prompt of 50 tokens and 90 more one by one: the bits of a CPU, of keys by channel those of full groups."""
+    for kind in kinds:
+        torch.manual_seed(0)
+        k, v = (torch.randn((2, 4, 140, 128)).bfloat16() + 2 for _ in range(2))
+        held = {}
+        for device in ("cpu", "cuda"):
+            count = torch.zeros((), dtype=torch.int64, device=device)
+            keys, values = rooms(kind, k.to(device), v.to(device), 192)
+            for first, last in ((0, 50), *((at, at + 1) for at in range(50, 140))):
+                append_(
+                    keys,
+                    values,
+                    k[:, :, first:last].to(device),
+                    v[:, :, first:last].to(device),
+                    count,
+                    KINDS[kind].rotate,
+                )
+            held[device] = [t.cpu() for x in (keys, values) for t in _whole(x, 140)]
+        same = all(torch.equal(x, y) for x, y in zip(held["cpu"], held["cuda"], strict=True))
+        say("writes", f"{kind} 50 tokens, then 90 one by one", float(same), "same bits", ok=same)
+
+
+def _whole(stored, length: int) -> list[torch.Tensor]:
+    """What of it is final: all that is written, or full groups."""
+    group = stored.window.group if stored.axis == 2 else 1
+    full = length // group
+    parts = [stored.codes[:, :, : full * group]]
+    parts += [signed(t)[:, :, :full] for t in (stored.scale, stored.zero) if t is not None]
+    return [*parts, *([] if stored.computed is None else [stored.computed])]
 
 
 def bits(kinds: list[str]) -> None:
@@ -67,7 +110,8 @@ def bits(kinds: list[str]) -> None:
     cases = [(2, 8, 2, 1, 64, 128, 77, True), (1, 4, 1, 1, 128, 1280, 1130, False), (1, 4, 2, 3, 128, 416, 130, True),
              (3, 32, 8, 1, 128, 640, 640, False), (1, 4, 4, 1, 256, 512, 311, True)]  # fmt: skip
     for kind, (batch, heads, kv, tokens, width, room, length, masked) in itertools.product(kinds, cases):
-        if kind == "int4_g64" and width == 256:
+        window = KINDS[kind].window
+        if (kind == "int4_g64" and width == 256) or (window.slots and tokens > 1):
             continue
         torch.manual_seed(0)
         k, v, keys, values, count = stored(kind, batch, length, room, kv, width)
@@ -81,15 +125,21 @@ def bits(kinds: list[str]) -> None:
             decode.attention(q, keys, values, count, mask, width**-0.5, True).float().cpu() for _ in range(20)
         ]
         same = all(torch.equal(y, other) for other in again)
-        held = (
-            (k.cpu(), v.cpu())
-            if SCHEME[kind] is None
-            else tuple(_cpu(quantized_tokens(x, length)) for x in (keys, values))
-        )
+        if window.slots:
+            near = torch.from_numpy(window.seen(1, length, length, True))[0, 0, 0, :, None]
+            mixed = hadamard(k, width) if KINDS[kind].rotate else k
+            held = tuple(torch.where(near, x.cpu().float(), token_values(y, length).cpu())
+                         for x, y in zip((mixed, v), (keys, values), strict=True))  # fmt: skip
+        elif kind == "value":
+            held = k.cpu(), v.cpu()
+        else:
+            held = tuple(_cpu(quantized_tokens(x, length)) for x in (keys, values))
         seen = None if mask is None else mask[..., :length].cpu().numpy()
         expected = attention(q.cpu(), *held, causal=True, mask=seen, out_dtype="float64")
-        rule = "bfloat16" if kind == "value" else "float16"
-        bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, weights=rule)
+        # Tokens as computed are multiplied by weights in bfloat16; queries are rounded with the scales of channels.
+        rule = "bfloat16" if kind == "value" or window.slots else "float16"
+        rules = {"weights": rule, "products": 2.0**-11 * (window.group > 1)}
+        bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, **rules)
         worst = float(((y.double() - expected).abs() / torch.from_numpy(bound)).max())
         what = f"{kind} B{batch} H{heads}/{kv} T{tokens} D{width} {length} of {room}{' masked' if masked else ''}"
         say("bits", what, worst, "of the bound", ok=worst <= 1, repeatable=same)
@@ -154,7 +204,9 @@ TILES = {
     "value": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4)],
     "fp8": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (64, 2, 3), (128, 8, 2)],
     "int8": [(64, 4, 3), (128, 4, 2), (64, 2, 3)],
-    "int4": [(64, 4, 3), (128, 4, 2), (128, 4, 3), (64, 2, 3), (64, 4, 4)],
+    "int4_plain": [(64, 4, 3), (128, 4, 2), (128, 4, 3), (64, 2, 3), (64, 4, 4)],
+    "int4_tokens": [(64, 4, 3), (128, 4, 2), (128, 4, 3)],
+    "int4": [(64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 4, 4)],
     "int4_g64": [(64, 1, 3), (32, 1, 4), (64, 2, 3)],
 }
 
@@ -167,7 +219,9 @@ def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> No
         _, _, keys, values, count = held[0]
         if batch == 1:
             k, v = (
-                token_values(x, length).double().repeat_interleave(HEADS // KV_HEADS, 1)
+                computed_values(x, token_values(x, length), count)
+                .double()
+                .repeat_interleave(HEADS // KV_HEADS, 1)
                 for x in (keys, values)
             )
             expected = torch.softmax(q.double() @ k.mT * WIDTH**-0.5, -1) @ v
@@ -259,8 +313,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", default=["bits", "times", "sweep", "generate"])
-    parser.add_argument("--kinds", nargs="+", default=list(SCHEME), choices=["base", *SCHEME])
+    parser.add_argument("--part", nargs="+", default=["bits", "writes", "times", "sweep", "generate"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=["base", *KINDS])
     parser.add_argument("--sizes", nargs="+", default=["64x8192", "1x32768"], help="sequences x tokens")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of each part, after which nothing new starts"
@@ -272,8 +326,8 @@ def main() -> int:
     for part in asked.part:
         own = [kind for kind in asked.kinds if kind != "base"]
         try:
-            if part == "bits":
-                bits(own)
+            if part in ("bits", "writes"):
+                {"bits": bits, "writes": writes}[part](own)
             else:
                 parts[part](
                     asked.kinds if part == "generate" else own, time.monotonic() + asked.seconds, sizes
