@@ -117,6 +117,22 @@ def test_recipes(model, prompt, recipe):
         assert (x - y).norm() <= 1e-5 * y.norm()
 
 
+@pytest.mark.parametrize("recipe", ["int4", "int4_tokens", "mxfp4", "int2"])
+def test_long_prompts(model, recipe):
+    """Beyond first and last tokens: a prompt in one call is exact, what follows reads codes of most of it."""
+    ids = torch.randint(3, 128, (2, 170), generator=torch.Generator().manual_seed(2))
+    ours = copy.deepcopy(model)
+    ours.config.num_hidden_layers, ours.model.layers = 1, ours.model.layers[:1]
+    plain = ours.generate(ids, **CALL, **LOGITS)
+    expected = ours.generate(ids, **CALL, **LOGITS, past_key_values=RoundedCache(RECIPES[recipe]))
+    ao_lab.use_kv_cache_(ours, recipe)
+    found = ours.generate(ids, **CALL, **LOGITS)
+    for x, y in zip(found.logits, expected.logits, strict=True):
+        assert (x - y).norm() <= 1e-5 * y.norm()
+    assert (found.logits[0] - plain.logits[0]).norm() <= 1e-5 * plain.logits[0].norm()
+    assert (found.logits[1] - plain.logits[1]).norm() > 1e-4 * plain.logits[1].norm()
+
+
 #: Calls of `generate` beside greedy search with one prompt.
 SEARCHES = {
     "beams": {"num_beams": 3},
