@@ -20,7 +20,10 @@ ABOUT = (
     "predictions beside the model's own.",
 )
 #: Figures that the top of the page shows: the first that there is.
-FEATURED = ("prefill-attention-smollm2-135m-instruct-full", "prefill-attention-smollm2-135m-instruct-quick")
+FEATURED = tuple(
+    f"prefill-attention-smollm2-135m-instruct-wikitext-2-v1-test-{run}"
+    for run in ("full", "full-cpu", "quick")
+)
 ERROR_TEXT = (
     "One window of the text; the error of attention over its result, the mean and the worst of the layers, beside float64 of "
     "the same states. Recipes without one of the two exact steps say what it is for.",
@@ -98,7 +101,7 @@ def error_section(name: str, where: Where, results: Results) -> Section:
     }
     figure = dots(methods, norms, "norm of the error over that of the result")
     drawing = Drawing(
-        f"prefill-attention-{name.lower()}-{where.ending}",
+        f"prefill-attention-{name.lower()}-{where.data}-{where.ending}",
         f"What 8 bits lose in the attention of {name}.",
         figure,
     )

@@ -50,3 +50,6 @@ def test_page():
     attention, predicted = page.sections(rows)
     assert [line[:2] for line in attention.tables[0].lines] == [["int8", "0.99970"], ["fp8", ""]]
     assert [line[0] for line in predicted.tables[0].lines] == ["int8"]
+    again = [replace(one, table=one.table.replace("text", "other")) for one in rows]
+    drawn = [drawing.name for section in page.sections([*rows, *again]) for drawing in section.drawings]
+    assert len(set(drawn)) == len(drawn) == 2
