@@ -80,8 +80,8 @@ class SelfSpeculation:
         layers = _layers(model)
         if not 1 <= exit_layer < len(layers):
             raise ValueError(
-                f"exit_layer is at least 1 and below this model's {len(layers)} layers, got {exit_layer}; the first layers draft "
-                "and all of them check"
+                f"exit_layer is at least 1 and below this model's {len(layers)} layers, got {exit_layer}; the first "
+                "layers draft and all of them check"
             )
         if drafts < 1:
             raise ValueError(f"drafts is 1 or more tokens a round, got {drafts}")

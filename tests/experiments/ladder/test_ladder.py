@@ -83,6 +83,17 @@ def test_an_image_has_two_sequences_and_tokens_of_images_alone(models):
     assert loop.token.view(2, 2).unique(dim=0).shape[0] == 1
 
 
+@torch.no_grad()
+def test_guidance_moves_away_from_logits_without_the_prompt(models):
+    """The first half of the sequences has it."""
+    model, ids = models(CHAMELEON, ""), torch.tensor([[5], [6], [7], [8]])
+    guided = decoding.Step(model, image=True)(ids, None)
+    with_prompt, without = decoding.Step(model, image=False)(ids, None).chunk(2)
+    expected = without + 3.0 * (with_prompt - without)
+    there = guided.isfinite()
+    torch.testing.assert_close(guided[there], expected[there])
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuses what lets the host read a number of a tensor, which no CUDA graph can record."""
 

@@ -63,6 +63,14 @@ def test_a_kernel_belongs_to_the_innermost_scope_that_launched_it():
     assert busy(kernels) == 8 + 1 + 2
 
 
+def test_of_a_cpu_outermost_operations_count():
+    """What an operation calls is in its time; another thread has its own."""
+    trace = [event("cpu_op", "aten::linear", 0, 9), event("cpu_op", "aten::addmm", 1, 7), event("cpu_op", "aten::add", 10, 2),
+             event("cpu_op", "aten::mul", 1, 3, tid=2)]  # fmt: skip
+    found = kernels_of({"traceEvents": trace})
+    assert sorted(one.name for one in found) == ["aten::add", "aten::linear", "aten::mul"]
+
+
 @pytest.mark.parametrize(
     ("name", "operator"),
     [
