@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.model_builder import parameters_without_memory
 from ao_lab.clients.gguf.architectures import ARCHITECTURES, architecture_of, row_order, tensor_names
 from ao_lab.clients.gguf.blocks import TYPES, Blocks, from_blocks
 from ao_lab.config.recipe import Recipe
@@ -116,7 +117,8 @@ def _model(path: Path, file: Any, dtype: torch.dtype) -> Any:
         config.head_dim = int(width.contents())
     if hasattr(config, "attention_bias"):
         config.attention_bias = any(one.name == "blk.0.attn_q.bias" for one in file.tensors)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with parameters_without_memory(2 * len(file.tensors) + 64, path):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _check(names: dict[str, str], tensors: dict[str, Any], path: Path) -> None:

@@ -80,13 +80,14 @@ def test_what_no_block_holds_is_named(name):
 
 
 def test_zero_points_go_where_their_minimum_is_a_float16():
-    """bfloat16 scales times up to 4 bits; the zero point of such a block is its minimum there."""
-    x = np.abs(matrix()) + np.float32(2**-10)
-    x[:, ::32] = 0
-    q = reference.quantize(x, named("int4_g32_asymmetric_bf16"))
+    """Steps of an eighth from -5 to 10: the scale is a power of two, the zero point five steps above the smallest code."""
+    x = np.random.default_rng(0).integers(-5, 11, (6, 256)).astype(np.float32) / 8
+    x[:, ::32], x[:, 1::32] = -5 / 8, 10 / 8
+    q = reference.quantize(x, "int4_g32_asymmetric")
     blocks = to_blocks(q)
     assert blocks.type == "Q4_1"
-    assert np.array_equal(values_of(blocks), reference.dequantize(q))
+    assert (blocks.data.reshape(-1, 20)[:, 2:4].copy().view(np.float16) == -5 / 8).all()
+    assert np.array_equal(values_of(blocks), x)
 
 
 def test_a_block_that_is_nan_is_not_written():
