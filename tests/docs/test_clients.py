@@ -44,7 +44,11 @@ def test_seven_clients_load_and_agree(clients):
 
 @pytest.mark.parametrize(
     ("client", "scheme"),
-    [("transformers, GGUF", "mxfp4"), ("transformers, GGUF", "int8_rowwise"), ("PEFT", "nvfp4 by nvfp4")],
+    [
+        ("transformers, GGUF", "mxfp4"),
+        ("transformers, GGUF", "int8_rowwise"),
+        pytest.param("PEFT", "nvfp4 by nvfp4", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_is_seen_now_is_what_the_table_says(clients, client, scheme):
     pytest.importorskip(clients.CLIENTS[client].module)
