@@ -37,7 +37,8 @@ SPEED_TEXT = (
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
     words: list[str] = []
-    if (best := best_run(by_run(rows, TRAJECTORY))) is not None:
+    best = best_run(by_run(rows, TRAJECTORY))
+    if best is not None and best[0].scale == "full":
         _, results = best
         parts = [
             f"{method} on {setting} {number(results.value(setting, method, LOSS), 2)} "

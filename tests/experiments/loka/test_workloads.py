@@ -75,7 +75,10 @@ def test_a_run_and_its_page(tmp_path, small):
         "Policies of training",
     ]
     text = " ".join(workloads_page.findings(rows))
-    assert "log loss" in text
+    assert "the knapsack's step takes" in text
+    assert "log loss" not in text  # of a few steps
+    full = [replace(one, table=one.table.replace("quick", "full")) for one in rows]
+    assert "Relative log loss over paired seeds: rowwise on DCN" in workloads_page.findings(full)[0]
     assert workloads_page.targets_by_run(rows)
     assert workloads_page in page.PAGES
 
