@@ -63,8 +63,7 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("what", "names"),
         [
-            ("codes", "int8_block"),
-            pytest.param("codes", "int8,fp8", marks=pytest.mark.nightly),
+            pytest.param("codes", "int8,int8_block,fp8", marks=pytest.mark.nightly),
             ("attend", "causal,window"),
             pytest.param("attend", "all,offset,mask,few keys,wide", marks=pytest.mark.nightly),
         ],
@@ -76,12 +75,9 @@ class TestKernels:
 
     @pytest.mark.parametrize(
         ("recipe", "width"),
-        [("int8_block", 128)]
-        + [
-            pytest.param(*one, marks=pytest.mark.nightly)
-            for one in (("int8", 128), ("fp8", 128), ("int8", 64), ("int8", 96), ("int8_block", 256))
-        ],
+        [("int8_block", 128), ("int8", 128), ("fp8", 128), ("int8", 64), ("int8", 96), ("int8_block", 256)],
     )
+    @pytest.mark.nightly
     def test_compiled(self, recipe, width):
         """Both matmuls by `wgmma`, codes by TMA, weights that stay in registers and are waited for, no spills."""
         from fast.kernels.attention import prefill

@@ -19,7 +19,7 @@ from reference.attention.quantized import (
     quantized_attention_error_bound,
 )
 from tests.emulator.device.stand_in import StandIn
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, at_night
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled, uses_in_flight
 from tests.fast.kernels.sm90.products import require_nvrtc
 from tests.fast.kernels.sm90.test_compile import assemblers
@@ -80,10 +80,8 @@ def within(name, **device):
     return bool((np.abs(y.double().numpy() - np.asarray(exact)) <= bound).all())
 
 
-@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", ["causal", *(pytest.param(one, marks=pytest.mark.nightly) for one in list(CASES)[1:])]
-)
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", at_night(CASES, *(one for one in CASES if one != "all")))
 def test_within_the_bound(name, early):
     require_nvrtc()
     assert within(name, early=early, seed=1)
@@ -107,10 +105,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [one if at in (4, 6) else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right, WAYS)
