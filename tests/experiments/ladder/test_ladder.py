@@ -143,6 +143,16 @@ def test_a_program_that_is_not_compiled_is_seen(tmp_path, monkeypatch):
         bench.whole(bench.timed, run.Case(LLAMA, Levers(compiled=True), 1))
 
 
+def test_every_configuration_is_asked_for_evidence(tmp_path, monkeypatch):
+    def nothing(self):
+        raise Wrong("weights did not change the model")
+
+    monkeypatch.setattr(work.Tokens, "evidence", nothing)
+    bench = run.Bench(settings_for("quick", "cpu", tmp_path), Journal(), run.Deadline(None))
+    with pytest.raises(Wrong, match="weights did not change"):
+        bench.whole(bench.timed, run.Case(LLAMA, EAGER, 1))
+
+
 def test_what_does_not_apply_says_why():
     assert "need a GPU" in LLAMA.refusal(GRAPHS, 1, "cpu")
     assert LLAMA.refusal(GRAPHS, 1, "cuda") is None
@@ -238,19 +248,19 @@ def full_rows(last=2.0, idle=0.02):
 def test_the_mean_over_models_is_beside_the_published_number(tmp_path):
     settings = replace(settings_for("quick", "cpu", tmp_path), scale="full")
     rows = [replace(one, device="cpu") for one in full_rows()]
-    found = {one.setting: one for one in summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), rows)}
-    values = [
-        one
-        for one in summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), rows)
-        if one.metric == summary.MEAN
-    ]
-    assert [one.value for one in values] == [pytest.approx(8.0)]
-    assert (values[0].published, set(found)) == (3.88, {"batch 1"})
-    half = [one for one in rows if one.method != FULL.name]
-    values = list(summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), half))
-    assert values[0].value == pytest.approx(
-        summary.geometric_mean([8.0 if isinstance(one, Ranker) else 4.0 for one in MODELS])
-    )
+    # A token's time under self-speculation is none of a model with random weights.
+    rows.append(replace(row("ladder", "llama-3.1-8b", "batch 1", LADDER[-1].name, "time", 0.1), device="cpu"))
+
+    def mean(these):
+        found = list(summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), these))
+        assert [one.value for one in found if one.metric == summary.COUNT] == [len(MODELS)]
+        return next(one for one in found if one.metric == summary.MEAN)
+
+    assert (mean(rows).value, mean(rows).published) == (pytest.approx(8.0), 3.88)
+    # Without the last rung of all models but HSTU, whose last one is another.
+    rankers = sum(isinstance(one, Ranker) for one in MODELS)
+    fewer = mean([one for one in rows if one.method != FULL.name]).value
+    assert fewer == pytest.approx(4.0 * 2.0 ** (rankers / len(MODELS)))
     with pytest.raises(ValueError, match="at least one ratio"):
         summary.geometric_mean([])
 
