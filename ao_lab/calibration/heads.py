@@ -48,19 +48,25 @@ def find_heads(
     block: nn.Module, order: Sequence[str], changes: Sequence[Change], proves: Proof, known: Sequence[Head] | None
 ) -> list[Head]:  # fmt: skip
     """The pairs of a block. order: its modules as they run, by their names in it. changes: what becomes of its parameters
-    already. proves: whether a block is the same function with changes. known: pairs of the block before, which alone are tried
-    again; None: there is none.
+    already, which says what reads and writes the residual stream; empty: nothing. proves: whether a block is the same function
+    with changes. known: pairs of the block before, which alone are tried again; None: there is none.
     """
     modules = dict(block.named_modules())
     if known is not None:
         return [one for one in known if _fits(one, modules) and proves(with_heads(modules, changes, [one]))]
     roles = {id(change.parameter): change for change in changes}
-    layers = [name for name in order if is_linear(modules[name]) and id(modules[name].weight) in roles]
+    layers = [
+        name
+        for name in order
+        if is_linear(modules[name]) and (not roles or id(modules[name].weight) in roles)
+    ]
     heads: list[Head] = []
     for place, consumer in enumerate(layers):
-        role = roles[id(modules[consumer].weight)]
-        if role.reads is None and role.writes is not None:
-            producers = [name for name in layers[:place] if roles[id(modules[name].weight)].writes is None]
+        role = roles.get(id(modules[consumer].weight))
+        if role is None or (role.reads is None and role.writes is not None):
+            producers = [
+                name for name in layers[:place] if not roles or roles[id(modules[name].weight)].writes is None
+            ]
             tried = (one for name in reversed(producers) for one in _candidates(modules, name, consumer))
             pairs = (one for one in tried if proves(with_heads(modules, changes, [replace(one, size=LEAST)])))
             wide = (wider for one in pairs for wider in _sizes(modules, one))
@@ -125,5 +131,6 @@ def with_heads(
                 result[id(parameter)] = replace(before, writes=axis, writes_size=head.size, part=rows)
         weight = consumer.get_parameter("weight")
         axis = -2 if is_transposed(consumer) else -1
-        result[id(weight)] = replace(result[id(weight)], reads=axis, reads_size=head.size)
+        before = result.get(id(weight), Change(weight))
+        result[id(weight)] = replace(before, reads=axis, reads_size=head.size)
     return list(result.values())

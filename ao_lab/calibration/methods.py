@@ -47,6 +47,9 @@ class Rotate(Method):
     at run time, and plain folders hold it. The first batch of calibration proves in float64 that the function stays. size:
     channels of a block of the rotation, any that divide them and have a Hadamard matrix; None: all channels. heads: whether
     values are rotated too, each head's channels by themselves, the output projection with them (`ao_lab.calibration.heads`).
+
+    kind "heads": values and output projections alone, merged into weights and proved in the same way. No gain is folded, no
+    head untied; it takes models whose residual stream cannot be rotated, too.
     """
 
     kind: str = "block"
@@ -54,8 +57,12 @@ class Rotate(Method):
     heads: bool = True
 
     def __post_init__(self) -> None:
-        choice(self.kind, ("block", "offline"), "Rotate: kind")
+        choice(self.kind, ("block", "offline", "heads"), "Rotate: kind")
         size = self.size
+        if self.kind == "heads" and (size is not None or not self.heads):
+            raise ValueError(
+                f"Rotate: kind 'heads' rotates by a head's width; leave size and heads out, got {self!r}"
+            )
         if self.offline and size is not None and (type(size) is not int or size < 2):
             raise ValueError(f"Rotate: size is an integer of 2 or more, or None; got {size!r}")
         if not self.offline and size is not None and (type(size) is not int or size < 2 or size & (size - 1)):
@@ -64,7 +71,7 @@ class Rotate(Method):
     @property
     def offline(self) -> bool:
         """Whether rotations are merged into weights."""
-        return self.kind == "offline"
+        return self.kind != "block"
 
     @property
     def calibrates(self) -> bool:  # type: ignore[override]

@@ -94,9 +94,8 @@ class Rotated:
     heads: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        texts = [
-            f"the residual stream is rotated by blocks of {self.block}, equal in float64 to {self.worst:.1g}"
-        ]
+        what = f"the residual stream is rotated by blocks of {self.block}" if self.block else "rotated"
+        texts = [f"{what}, equal in float64 to {self.worst:.1g}"]
         texts += [f"values by heads of {size} in {count} blocks" for size, count in self.heads]
         texts += [f"an untied head adds {self.untied} bytes"] if self.untied else []
         return "; ".join(texts)
@@ -104,10 +103,11 @@ class Rotated:
 
 def rotate_residual(
     model: nn.Module, blocks: dict[str, nn.Module], batch: Any, size: int | None = None, device: Any = None,
-    heads: bool = True,
+    heads: bool = True, *, stream: bool = True,
 ) -> Rotated:  # fmt: skip
     """Rotate the residual stream of a model, in place. batch: one of calibration. size: channels of a block of R, None: all.
-    heads: whether values are rotated by head too, where that leaves a block's function as it is.
+    heads: whether values are rotated by head too, where that leaves a block's function as it is. stream: whether the stream is
+    rotated, and not values alone.
 
     Raises ValueError where the model's function would change, with what is in the way: nothing has changed then.
     """
@@ -126,13 +126,17 @@ def rotate_residual(
         raise _refused(f"its residual stream has {width} channels, which blocks of {block} do not divide")
     fast.rotate(torch.zeros(1, block), block)  # ValueError where no Hadamard matrix of this order is known
     where = torch.device(device) if device is not None else x.device
-    residual = Residual(capture, width, block, where, by_head=heads)
-    outside = _outside(model, blocks, order.names, residual)
+    residual = Residual(capture, width, block if stream else 0, where, by_head=heads)
+    outside = _outside(model, blocks, order.names, residual) if stream else None
     for index, (name, module) in enumerate(blocks.items()):
         _prove_block(residual, index, name, module, order.names)
-    untied = _untied(model, residual, outside)
+    if not stream and not residual.widths:
+        raise _refused(
+            "in no block values and an output projection were found between which channels can be mixed"
+        )
+    untied = 0 if outside is None else _untied(model, residual, outside)
     _finish(list(residual.changes.values()), residual)
-    return Rotated(block, residual.worst, untied, tuple(residual.widths.items()))
+    return Rotated(residual.block, residual.worst, untied, tuple(residual.widths.items()))
 
 
 def _refused(why: str) -> ValueError:
@@ -257,14 +261,15 @@ def _slots(block: nn.Module, width: int) -> list[_Slot]:
 def _prove_block(residual: Residual, index: int, name: str, module: nn.Module, order: list[str]) -> None:
     """Find what becomes of a block's parameters; ValueError where no roles of its weights leave its function as it is."""
     width, device = residual.width, residual.device
-    slots = _slots(module, width)
-    gains = _gains(module, name, slots, order, residual)
+    # Without a rotation of the stream nothing of a block changes but what heads change.
+    slots = _slots(module, width) if residual.block else []
+    gains = _gains(module, name, slots, order, residual) if residual.block else {}
     square = [slot for slot in slots if slot.reads is not None and slot.writes is not None]
     wide = _wide(module, device)
     x, call = _call(residual.capture, index, device)
     with Wide():
         wanted = first_tensor(_run(wide, call, x), name).to(torch.float64)
-    turned, best = fast.rotate(wanted, residual.block), float("inf")
+    turned, best = _rotated(wanted, residual), float("inf")
 
     def off(changes: Sequence[Change]) -> float:
         """How far the block is from the same function with these changes, as a share of its largest output."""
@@ -401,7 +406,7 @@ def _run(block: nn.Module, call: Any, x: torch.Tensor) -> Any:
 
 
 def _rotated(x: torch.Tensor, residual: Residual) -> torch.Tensor:
-    return fast.rotate(x, residual.block)
+    return fast.rotate(x, residual.block) if residual.block else x
 
 
 def _outside(

@@ -211,7 +211,7 @@ class Job:
         """Rotate the residual stream, once all batches have run and the first one has proved that the function stays."""
         heads = tied_layers(self.model)
         tied = [name for t in self.targets for name in t.layers if name.removesuffix(".weight") in heads]
-        if tied:
+        if tied and method.kind == "offline":
             raise ValueError(
                 f"{shorten(tied)} has the weight of an embedding, from which Rotate(kind='offline') parts it; quantize_ "
                 f"changed nothing. Leave it out by filter_fn, or untie the model first"
@@ -224,7 +224,13 @@ class Job:
         if self.batches is not None:
             with calibrating(self.model):
                 rotation = rotate_residual(
-                    self.model, blocks, next(iter(self.batches)), method.size, self.device, method.heads
+                    self.model,
+                    blocks,
+                    next(iter(self.batches)),
+                    method.size,
+                    self.device,
+                    method.heads,
+                    stream=method.kind == "offline",
                 )
             self.notes = (str(rotation),)
 

@@ -85,6 +85,7 @@ ARMS: dict[str, tuple[tuple[str, Arguments], ...]] = {
     "rotate + gptq": (("Rotate", {}), ("Clip", {}), ("GPTQ", {})),
     "rotate + awq + gptq": (("Rotate", {}), ("AWQ", {}), ("Clip", {}), ("GPTQ", {})),
     "rotate offline + gptq": (("Rotate", {"kind": "offline"}), ("Clip", {}), ("GPTQ", {})),
+    "rotate heads + gptq": (("Rotate", {"kind": "heads"}), ("Clip", {}), ("GPTQ", {})),
     "autoround": (("AutoRound", {}),),
     "search + autoround": (("Clip", {}), ("AutoRound", {})),
     "gptq + autoround": (("Clip", {}), ("GPTQ", {}), ("AutoRound", {})),

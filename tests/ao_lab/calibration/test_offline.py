@@ -125,6 +125,45 @@ def test_values_are_rotated_by_head_and_the_output_projection_with_them(name, mo
             )
 
 
+@pytest.mark.parametrize("name", ["Llama, square and tied", "GPT2"])
+def test_values_alone_are_rotated_without_the_stream(name):
+    """Also where norms have biases; weights are stored (in, out) there, and values are the last of a joined projection."""
+    if name == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=96, n_embd=48, n_head=4, n_layer=2, n_positions=64, bos_token_id=0, eos_token_id=0
+        )
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).double().eval()
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    else:
+        model = model_of(name)
+    wanted, before = logits(model), copy.deepcopy(model)
+    with Wide(), calibrating(model):
+        told = rotate_residual(model, find_blocks(model), {"input_ids": IDS}, stream=False)
+    assert (logits(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+    assert (told.block, told.untied, told.heads) == (0, 0, ((12, 2),))
+    changed = {
+        full.partition(".attn." if name == "GPT2" else ".self_attn.")[2]
+        for full, p in model.named_parameters()
+        if not torch.equal(p, before.get_parameter(full))
+    }
+    assert changed == (
+        {"c_attn.weight", "c_attn.bias", "c_proj.weight"}
+        if name == "GPT2"
+        else {"v_proj.weight", "o_proj.weight"}
+    )
+
+
+def test_a_model_without_heads_is_refused(monkeypatch):
+    monkeypatch.setattr(offline, "find_heads", lambda *args: [])
+    model = model_of("Llama")
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="in no block values and an output projection"), calibrating(model):
+        rotate_residual(model, find_blocks(model), {"input_ids": IDS}, stream=False)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+
+
 def test_what_is_done_to_a_block_is_proved_as_a_whole(monkeypatch):
     """Whatever finds heads: between these lies a gate."""
     wrong = Head("mlp.up_proj", "mlp.down_proj", 0, 80, 2)

@@ -25,7 +25,9 @@ PRODUCT = re.compile(
     r"(\w)GMMA\.SP\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], .*?R(\d+)(?:, 0x\d)?(?:, gsb0)?$"
 )
 #: One whose first operand is four registers.
-FRAGMENT = re.compile(r"(?:HGMMA\.64x(?=\d+x16)|QGMMA\.64x(?=\d+x32))(\d+)x\d+\S* R(\d+), R(\d+), gdesc\[UR\d+\], .*?$")
+FRAGMENT = re.compile(
+    r"(?:HGMMA\.64x(?=\d+x16)|QGMMA\.64x(?=\d+x32))(\d+)x\d+\S* R(\d+), R(\d+), gdesc\[UR\d+\], .*?$"
+)
 #: One with both operands in shared memory.
 SHARED = re.compile(r"GMMA\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], R(?:\d|Z)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
