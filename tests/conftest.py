@@ -8,8 +8,9 @@ Hypothesis: `default` looks at new examples in every run and keeps the failures 
 `.ci/run`) draws the same examples every time and stores nothing. Neither has a deadline: machines are shared, and a slow
 example is no wrong one. The number of examples is the same in both: no profile makes a test weaker.
 
-Garbage collection is off while tests are collected, and looks at what they allocate alone: the million objects of collected
-tests and imported libraries live as long as the process.
+Garbage collection is off while tests are collected, and looks at what the tests of one file allocate alone: the million objects
+of collected tests, of imported libraries and of earlier files' compiled programs live as long as the process, and a look at all
+of them takes seconds.
 """
 
 import gc
@@ -71,6 +72,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let go of what the tests of a file left, and look at the rest no more."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect(1)
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

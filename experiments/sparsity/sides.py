@@ -194,8 +194,10 @@ def built(side: Side, calls: dict[str, list[Call]]) -> Values:
 
 def in_use() -> int:
     """Bytes that are allocated on the GPU, what earlier sides keep."""
+    if not torch.cuda.is_available():
+        return 0
     gc.collect()
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return torch.cuda.memory_allocated()
 
 
 def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[str, Values]) -> None:
