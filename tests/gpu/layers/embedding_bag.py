@@ -1,12 +1,13 @@
 """On a GPU: embedding bags of stored tables against the reference, and their times in DLRMv2's tables.
 
-    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside times sweep] [--batch 8192]
+    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside times sweep model] [--batch 8192]
         [--schemes int8_rowwise fp8_rowwise int4_g128] [--rows 204184588] [--out FOLDER]
 
 bits: cases of tests/support/embedding.py, all values compared; rows of a table of more than 2**31 bytes. outside: an id outside
 of the table ends a process of its own with the assertion. times: all tables of DLRMv2 in one (--rows: fewer where they do not
 fit), its bags, uniform and Zipf ids, as a CUDA graph over several batches; a copy of as many bytes and torch's embedding_bag of
-a bfloat16 table beside it. sweep: ids in flight and elements of a warp. A line each, and rows in FOLDER/embedding_bag.csv (else
+a bfloat16 table beside it. sweep: ids in flight and elements of a warp. model: DLRMv2 whole, tables in int8, the rest in
+bfloat16, compiled: a forward of a batch and memory. A line each, and rows in FOLDER/embedding_bag.csv (else
 $OUT). 204 million rows take 27 GB in 8 bits; with the bfloat16 table 79 GB.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
 import reference
+from ao_lab.config.recipe import Recipe
+from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.data.drawn_ratings import zipf
-from experiments.models.dlrm import HOTS, SIZES
+from experiments.models.click_models import Tables
+from experiments.models.dlrm import DLRM, DLRMV2, HOTS, SIZES
 from fast.kernels.layers import embedding_bag as host
 from reference import SCHEMES, Quantized
 from tests.gpu.harness.timing import captured, elapsed
@@ -99,15 +104,15 @@ def outside() -> None:
     say("outside", "an id outside of the table", float(said), "refused")
 
 
-def big_table(name: str, rows: int) -> Quantized:
+def big_table(name: str, rows: int, device: str = "cuda") -> Quantized:
     """Random codes and scales, made in pieces."""
     scheme = SCHEMES[name]
     packed = scheme.format.bits < 8
-    codes = torch.empty((rows, WIDTH // 2 if packed else WIDTH), dtype=torch.uint8, device="cuda")
+    codes = torch.empty((rows, WIDTH // 2 if packed else WIDTH), dtype=torch.uint8, device=device)
     for piece in codes.split(1 << 23):
         # No NaN of e4m3: bits of the exponent are not all set.
         piece.random_(0, 256).bitwise_and_(0xBF if name.startswith("fp8") else 0xFF)
-    scale = torch.rand((rows, 1), device="cuda") * 0.01
+    scale = torch.rand((rows, 1), device=device) * 0.01
     return Quantized(codes, scale, None, None, (rows, WIDTH), 1, scheme, packed)
 
 
@@ -208,12 +213,39 @@ def sweep(batch: int, rows: int) -> None:
     host.TOGETHER, host.WARP = usual
 
 
+def whole_model(rows: int, device: str = "cuda") -> DLRM:
+    """DLRMv2 in bfloat16 whose tables are int8 by rows, of random numbers; tables are scaled to `rows` in all."""
+    share = rows / sum(SIZES)
+    sizes = tuple(max(1, int(size * share)) for size in SIZES)
+    tables = Tables(sizes, HOTS, 1, device)
+    q = big_table("int8_rowwise", sum(sizes), device)
+    tables.width = WIDTH
+    stored = from_quantized(q, Recipe(weight=q.scheme), torch.bfloat16)
+    tables.bag.weight = torch.nn.Parameter(stored, requires_grad=False)
+    return DLRM(replace(DLRMV2, sizes=sizes), tables=tables, device=device).to(torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def model_time(batch: int, rows: int) -> None:
+    """A forward of the whole model, compiled, and the memory that it holds."""
+    model = whole_model(rows)
+    step = torch.compile(model)
+    dense = torch.randn((batch, DLRMV2.dense), device="cuda", dtype=torch.bfloat16)
+    sizes = torch.tensor(model.tables.sizes, device="cuda").repeat_interleave(
+        torch.tensor(HOTS, device="cuda")
+    )
+    ids = [(torch.rand((batch, len(sizes)), device="cuda") * sizes).long() for _ in range(BATCHES)]
+    us = graph_time([lambda i=i: step(dense, i) for i in ids])
+    held = round(torch.cuda.memory_allocated() / 1e9, 1)
+    say("model", "DLRMv2 forward, tables int8_rowwise", us, "us", samples_s=round(batch / us * 1e6), gb=held)
+
+
 def main() -> int:
     """The parts that were asked for; 1 where bits differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", default=["bits", "outside", "times", "sweep"])
+    parser.add_argument("--part", nargs="+", default=["bits", "outside", "times", "sweep", "model"])
     parser.add_argument("--schemes", nargs="+", default=["int8_rowwise", "fp8_rowwise", "int4_g128"])
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=sum(SIZES))
@@ -227,6 +259,9 @@ def main() -> int:
         times(options.schemes, options.batch, options.rows)
     if "sweep" in options.part:
         sweep(options.batch, options.rows)
+    torch.cuda.empty_cache()
+    if "model" in options.part:
+        model_time(options.batch, options.rows)
     with (Path(options.out) / "embedding_bag.csv").open("w", newline="", encoding="utf-8") as file:
         names = list(dict.fromkeys(name for row in ROWS for name in row))
         writer = csv.DictWriter(file, names)
