@@ -62,10 +62,17 @@ def test_on_the_host_it_is_the_reference():
     )
 
 
-@pytest.mark.parametrize("norm", [2.0, 3.0])
+LOOPS = ("int3_g64_asymmetric", "int4_g32", "mxint8", "mxfp4", "nvfp4", "int8_rowwise")
+LOOPS_BY_DAY = (("int3_g64_asymmetric", 3.0), ("int4_g32", 2.0), ("mxfp4", 2.0))
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["int3_g64_asymmetric", "int4_g32", "mxint8", "mxfp4", "nvfp4", "int8_rowwise"],
+    ("name", "norm"),
+    [
+        pytest.param(name, norm, marks=() if (name, norm) in LOOPS_BY_DAY else (pytest.mark.nightly,))
+        for name in LOOPS
+        for norm in (2.0, 3.0)
+    ],
 )
 def test_the_compiled_loop_takes_the_reference_s_candidates(name, norm, monkeypatch):
     """Weights in bfloat16, a row of zeros among them; no two candidates are nearly alike."""
