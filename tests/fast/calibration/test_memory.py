@@ -52,6 +52,20 @@ def test_damping_and_gptq_hold_two_matrices_in_all_beside_the_held_out_hessian(c
     assert most_bytes(run) < 2.5 * MATRIX
 
 
+def test_a_hessian_is_checked_without_another_one(case):
+    _, h, _, _ = case
+    assert most_bytes(lambda: module.checked_hessian(h)) < 0.1 * MATRIX
+    for place, value, said in (
+        ((3, 5), torch.nan, "NaN"),
+        ((5, 3), -torch.inf, "NaN"),
+        ((2, 2), -1.0, "diagonal"),
+    ):
+        wrong = h.clone()
+        wrong[place] = value
+        with pytest.raises(ValueError, match=said):
+            module.checked_hessian(wrong)
+
+
 @pytest.mark.parametrize("size", [1, 5, 64, 70])
 def test_strips_are_the_whole(monkeypatch, size):
     """In an order, turned in place, and as a quadratic form, of the lower triangle alone."""
