@@ -1,0 +1,85 @@
+"""Parts of `loka` that probe models and kernels: small runs, and what the page says of rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.harness.rows import Journal, Row
+from experiments.loka import faulty_kernels, page, prediction, probe_page, run, subjects
+from experiments.models.click_training import ClickTraining
+from experiments.runs.run import settings_for
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A run of seconds: one model, one candidate, one fault."""
+    size = subjects.Size(
+        300, 40, 1280, 8, ClickTraining(steps=20, batch=256, evaluated=512), batch=256, probed=2, tested=2
+    )
+    monkeypatch.setitem(subjects.SIZES, "quick", size)
+    monkeypatch.setattr(run, "QUICK", {"models": ("DCN",), "candidates": ("rowwise",)})
+    monkeypatch.setattr(run, "SOME_FAULTS", ("stale scale",))
+    monkeypatch.setitem(faulty_kernels.CHANNELS, "quick", 256)
+    monkeypatch.setattr(faulty_kernels, "RIGHT", {"exact sums": lambda case: case.right})
+    cached = (subjects.subject, subjects.impressions, prediction.drawn, faulty_kernels.operands)
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
+def test_a_run(small, tmp_path):
+    """All lines are measured, and once; predictions are near what is measured."""
+    settings, journal = replace(settings_for("quick", "cpu", tmp_path), only=("probe", "kernels")), Journal()
+    rows = run.run(settings, journal)
+    assert {row.metric for row in rows if row.metric.startswith("status")} == {"status: ok"}
+    assert {row.table.split("/")[0] for row in rows} == {
+        "sites",
+        "outputs",
+        "cost",
+        "faults",
+        "right kernels",
+    }
+    value = {(row.setting, row.method, row.metric): row.value for row in rows}
+    assert value["DCN", "rowwise", prediction.RATIO] == pytest.approx(1, abs=0.35)
+    assert value["DCN", "rowwise", f"{prediction.WORST}, reservoir"] < 1.2
+    assert all(value["stale scale", kind, faulty_kernels.SIGMAS] > 5 for kind in faulty_kernels.KINDS)
+    assert value["all", "all", "false alarms"] == 0
+    assert run.run(settings, journal) == journal.rows == rows
+    assert "Of right kernels 0 of 1 are taken for faulty ones." in page.findings(rows)
+    assert len(probe_page.sections(rows)) == 5
+    with pytest.raises(ValueError, match="unknown part 'probes' of loka"):
+        run.run(replace(settings, only=("probes",)))
+
+
+def row(table, setting, method, metric, value):
+    return Row(experiment="loka", table=table, setting=setting, method=method, metric=metric, value=value, unit="",
+               device="cpu", seed=0)  # fmt: skip
+
+
+def test_targets_that_are_missed():
+    """A layer predicted badly, a logit predicted too low, a fault that nothing finds, an alarm, and a cost."""
+    sites = {
+        prediction.LAYERS: 10,
+        f"{prediction.WITHIN}, reservoir": 90,
+        f"{prediction.WORST}, reservoir": 1.2,
+    }
+    rows = [row("sites/full/x", "DCN", "rowwise", metric, value) for metric, value in sites.items()]
+    rows += [row("outputs/full/x", "DCN", method, prediction.RATIO, 0.8) for method in ("rowwise", "nf4")]
+    rows += [
+        row("faults/full/k", "no scale", kind, faulty_kernels.SIGMAS, 4.0) for kind in faulty_kernels.KINDS
+    ]
+    rows.append(row("right kernels/full/k", "all", "all", "false alarms", 1.0))
+    rows.append(row("cost/full/x", "DCN", "rowwise", "a sample every 100 steps", 2.0))
+    missed = [
+        target.name for one in probe_page.targets_by_run(rows) for target in one.targets if not target.reached
+    ]
+    assert missed == [
+        "share of layers within 5%, reservoir", "worst ratio of errors, reservoir",
+        "DCN, rowwise: predicted over measured, either way", "no scale", "false alarms", "DCN: a sample every 100 steps",
+    ]  # fmt: skip
+
+
+def test_every_fault_shows_on_some_schemes():
+    assert {faulty_kernels.schemes_of(name) for name in faulty_kernels.FAULTS} == set(faulty_kernels.PAIRS)
