@@ -92,7 +92,8 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         length: torch.Tensor = self.cumulative_length.to(self.device)
         self.cumulative_length = length
         if not torch.compiler.is_compiling():
-            for tensor in (*keys.tensors(), *values.tensors(), self.cumulative_length):
+            static = [scale for scale in (k_scale, v_scale) if scale is not None]
+            for tensor in (*keys.tensors(), *values.tensors(), *static, self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
         self.keys = StoredStates(keys, self.cumulative_length, self.recipe.rotate)
         self.values = StoredStates(values, self.cumulative_length, False)

@@ -21,6 +21,7 @@ import triton.language as tl
 from fast.kernels.layers.tiles import quantize_rows
 from fast.kernels.quantize.geometry import power_above
 from fast.kernels.quantize.plan import outputs
+from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
 from fast.launch.call import FLOAT_NAMES
 from fast.launch.launcher import UNFUSED, interpreted
@@ -32,6 +33,8 @@ from reference.schemes.schemes import record_of
 NEGATIVE = tl.constexpr(sum(1 << at for at, sign in enumerate(SIGNS_16) if sign < 0))
 #: Elements of a program, and of a thread.
 ELEMENTS, PER_THREAD = 1024, 8
+#: What a launch does with tokens whose scales are there.
+GIVEN = block_op(source="given", codes=True)
 #: Tokens of groups of keys by channel.
 GROUPS = (32, 64, 128)
 #: One program in the upper half of the number of tokens.
@@ -67,12 +70,14 @@ def _slot(at, SINKS: tl.constexpr, RING: tl.constexpr):
 
 @triton.jit
 def _write(
-    x, codes, scale, zero, computed, place, row_stride, pair, first, position, tokens, room, factor,
-    SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_PTX: tl.constexpr,
+    x, codes, scale, zero, computed, place, row_stride, pair, head, first, position, tokens, room, factor,
+    STATIC: tl.constexpr, SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
+    ROTATE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of a head of keys or of values. BYTES: of codes of a token; GROUP: elements of a block."""
+    """TOKENS tokens of a head of keys or of values. BYTES: of codes of a token; GROUP: elements of a block. STATIC: "" for
+    scales of tokens, "tensor" or "head" for those that are there.
+    """
     t, d = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (first + t < tokens) & (position + first + t < room)
     v = tl.load(
@@ -105,16 +110,22 @@ def _write(
         exists = (first + token < tokens) & (position + first + token < room)
         inside = exists & (i < GROUP)
         at = token * WIDTH + group * GROUP + i
-        scale += line * PER
+        block = p
+        if STATIC == "":
+            scale += line * PER
+        else:
+            block = p * 0
+            if STATIC == "head":
+                scale += head
         if zero is not None:
             zero += line * PER
-        quantize_rows(tile, codes + line * BYTES, scale, zero, at, inside, p, exists, SCHEME, OP)
+        quantize_rows(tile, codes + line * BYTES, scale, zero, at, inside, block, exists, SCHEME, OP)
 
 
 @triton.jit
 def append_kernel(
     k, v, k_codes, k_scale, k_zero, k_computed, v_codes, v_scale, v_zero, v_computed, length, k_batch, k_head, k_token, v_batch,
-    v_head, v_token, tokens, room, factor,
+    v_head, v_token, tokens, room, factor, STATIC: tl.constexpr,
     K_SCHEME: tl.constexpr, K_OP: tl.constexpr, K_GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_SCHEME: tl.constexpr,
     V_OP: tl.constexpr, V_GROUP: tl.constexpr, V_BYTES: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
@@ -130,13 +141,14 @@ def append_kernel(
     first = tl.program_id(1) * TOKENS
     if tl.program_id(2) == 0:
         _write(
-            k, k_codes, k_scale, k_zero, k_computed, batch * k_batch + head * k_head, k_token, pair, first, position, tokens,
-            room, factor, K_SCHEME, K_OP, K_GROUP, K_BYTES, ROTATE, K_WIDTH, TOKENS, SINKS, RING, DTYPE, HAS_PTX,
+            k, k_codes, k_scale, k_zero, k_computed, batch * k_batch + head * k_head, k_token, pair, head, first, position,
+            tokens, room, factor, STATIC, K_SCHEME, K_OP, K_GROUP, K_BYTES, ROTATE, K_WIDTH, TOKENS, SINKS, RING, DTYPE,
+            HAS_PTX,
         )  # fmt: skip
     else:
         _write(
-            v, v_codes, v_scale, v_zero, v_computed, batch * v_batch + head * v_head, v_token, pair, first, position, tokens,
-            room, factor, V_SCHEME, V_OP, V_GROUP, V_BYTES, False, V_WIDTH, TOKENS, SINKS, RING, DTYPE, HAS_PTX,
+            v, v_codes, v_scale, v_zero, v_computed, batch * v_batch + head * v_head, v_token, pair, head, first, position,
+            tokens, room, factor, STATIC, V_SCHEME, V_OP, V_GROUP, V_BYTES, False, V_WIDTH, TOKENS, SINKS, RING, DTYPE, HAS_PTX,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
@@ -179,6 +191,13 @@ def group_kernel(
         tl.store(out + n * (WIDTH * BITS // 8) + first // PER + b, packed)
 
 
+def static_of(stored: StoredTokens) -> str:
+    """Whose scale is the same for all tokens: "head", "tensor", or "" for none."""
+    if not stored.static or stored.scale is None:
+        return ""
+    return "tensor" if stored.scale.numel() == 1 else "head"
+
+
 @lru_cache(maxsize=64)
 def _group_plan(scheme: str, dtype: torch.dtype) -> Any:
     """What `outputs` says of a group's tokens as a row, codes not packed; None where no tile has them."""
@@ -199,12 +218,12 @@ def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
 
 def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredTokens) -> bool:
     """Whether the kernel writes these tokens."""
-    if values.axis == 2:
+    if values.axis == 2 or static_of(keys) != static_of(values):
         return False
     for x, stored in ((k, keys), (v, values)):
         width = x.shape[-1]
-        # Scales that are there before, and a prompt's groups along tokens, are written by operations of torch.
-        if stored.static or (stored.axis == 2 and x.shape[2] > 1):
+        # A prompt's groups along tokens are written by operations of torch.
+        if stored.axis == 2 and x.shape[2] > 1:
             return False
         if stored.axis == 2 and _group_plan(stored.scheme, x.dtype) is None:
             return False
@@ -239,7 +258,7 @@ def append(
         parts += (
             [None, None, 0, 0]
             if plan is None
-            else [plan.rule, plan.block_op, plan.length, stored.codes.shape[-1]]
+            else [plan.rule, GIVEN if stored.static else plan.block_op, plan.length, stored.codes.shape[-1]]
         )
     warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
     # debug: for the assertion, without Triton's own of overflows.
@@ -251,8 +270,8 @@ def append(
     written = (None, None, None) if by_channel else (keys.codes, keys.scale, keys.zero)
     append_kernel[batch * heads, -(-tokens // tile), 2](
         k, v, *written, keys.computed, values.codes, values.scale, values.zero, values.computed,
-        length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, *parts, heads, rotate, k_width, v_width, tile,
-        window.sinks, window.ring, FLOAT_NAMES[k.dtype], not interpreted(), **options,
+        length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, static_of(keys), *parts, heads, rotate, k_width,
+        v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], not interpreted(), **options,
     )  # fmt: skip
     if by_channel:
         _append_group(keys, length, k)

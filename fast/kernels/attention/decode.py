@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.attention.append import static_of
 from fast.kernels.bits import INFINITY, bits_of, float_of
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
@@ -199,15 +200,15 @@ def _scaled(weights, scale):
 
 @triton.jit
 def _scores(queries, factors, keys, scales, PLACES: tl.constexpr, SCALES: tl.constexpr, PART: tl.constexpr,
-            KIND: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
-    """Of a tile's tokens; keys, scales: where they lie."""
+            KIND: tl.constexpr, STATIC: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+    """Of a tile's tokens; keys, scales: where they lie. STATIC: their scale is among the factors."""
     for b in tl.static_range(SCALES):
         halves = decoded(tl.load(keys + b * PART), KIND, HAS_PTX)
         part = tl.dot(queries[b * PLACES], halves[0].to(queries[0].dtype).T)
         for i in tl.static_range(1, PLACES):
             part = tl.dot(queries[b * PLACES + i], halves[i].T, part)
         part = part * factors
-        if KIND != "value":
+        if KIND != "value" and STATIC == "":
             part = part * tl.load(scales + b)[None, :]
         if b == 0:
             scores = part
@@ -243,14 +244,19 @@ def _scores_by_channel(queries, factor, keys, scales, zeros, d, PLACES: tl.const
 
 @triton.jit
 def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr,
-           PART: tl.constexpr, KIND: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
-    """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. DTYPE: of 16-bit values' products."""
+           PART: tl.constexpr, KIND: tl.constexpr, STATIC: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+    """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. DTYPE: of 16-bit values' products.
+    STATIC: their scale multiplies the sums at the end.
+    """
     more = ()
     for b in tl.static_range(SCALES):
         halves = decoded(tl.load(values + b * PART), KIND, HAS_PTX)
         if KIND == "value":
             w = weights.to(halves[0].dtype).to(DTYPE)
             more += (tl.dot(w, halves[0].to(DTYPE), sums[0] * shrink[:, None]),)
+        elif STATIC != "":
+            for i in tl.static_range(PLACES):
+                more += (tl.dot(weights.to(tl.float16), halves[i], sums[i] * shrink[:, None]),)
         else:
             w, largest = _scaled(weights, tl.load(scales + b))
             for i in tl.static_range(PLACES):
@@ -309,7 +315,7 @@ def attend_kernel(
     WIDTH: tl.constexpr,
     KIND: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    RESIDUAL: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+    RESIDUAL: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token.
 
@@ -330,9 +336,13 @@ def attend_kernel(
         k_scale += pair * (k_room // GROUP) * WIDTH
         if k_zero is not None:
             k_zero += pair * (k_room // GROUP) * WIDTH
-    else:
+    elif STATIC == "":
         k_scale += pair * room * SCALES
-    v_scale += pair * room * SCALES
+    if STATIC == "":
+        v_scale += pair * room * SCALES
+    elif STATIC == "head":
+        k_scale += kv_head
+        v_scale += kv_head
     if HAS_MASK:
         mask += batch.to(tl.int64) * mask_batch
     valid = row < GROUPS * TOKENS
@@ -354,6 +364,8 @@ def attend_kernel(
     if KIND != "value" and GROUP == 1:
         queries, power = _divided(queries)
         factors = (power * factor)[:, None]
+        if STATIC != "":
+            factors = factors * tl.load(k_scale)
     elif not HAS_PTX and KIND == "value":
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         queries = (queries[0].to(tl.float32),)
@@ -369,18 +381,20 @@ def attend_kernel(
             )
         else:
             scores = _scores(
-                queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, HAS_PTX
-            )
+                queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, STATIC,
+                HAS_PTX,
+            )  # fmt: skip
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
         if SINKS > 0:
             scores = tl.where((at >= SINKS)[None, :], scores, float("-inf"))
         weights, top, total, shrink = _weights(scores, top, total)
         sums = _added(sums, weights, shrink, v + line, v_scale + inside * SCALES, queries[0].dtype, PLACES, SCALES, PART, KIND,
-                      HAS_PTX)  # fmt: skip
+                      STATIC, HAS_PTX)  # fmt: skip
+    share = tl.load(v_scale) if STATIC != "" else 1.0
     for i in tl.static_range(PLACES * SCALES):
         channel = (i // PLACES * PART + d) * PLACES + i % PLACES
-        _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel, top, total, sums[i], HEADS, TOKENS,
-               GROUPS * TOKENS, WIDTH, SPLITS)  # fmt: skip
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel, top, total, sums[i] * share, HEADS,
+               TOKENS, GROUPS * TOKENS, WIDTH, SPLITS)  # fmt: skip
 
 
 @triton.jit
@@ -467,15 +481,14 @@ def kind_of(stored: StoredTokens) -> tuple[str, int] | None:
     if not stored.scheme:
         return ("value", 1) if stored.codes.dtype in (torch.bfloat16, torch.float16) else None
     scheme = record_of(stored.scheme)
-    if stored.static:
-        return None
     plain = scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
     by_channel = stored.axis == 2
     if by_channel:
         plain &= scheme.scale.block in GROUPS and (scheme.zero is None or scheme.zero.rule == "code")
     else:
         plain &= scheme.zero is None
-    scales = 1 if by_channel or stored.scale is None else stored.scale.shape[-1]
+    one = by_channel or stored.static or stored.scale is None
+    scales = 1 if one or stored.scale is None else stored.scale.shape[-1]
     kind = KINDS.get(scheme.element, ""), scales
     return kind if plain and kind in PLANS else None
 
@@ -486,11 +499,11 @@ def refusal(
     """Why no kernel here multiplies these, or None."""
     kinds = kind_of(k), kind_of(v)
     if kinds[0] is None or kinds[0] != kinds[1]:
-        if k.static or v.static:
-            return "no kernel takes static scales"
         return (
             f"no kernel decodes keys in {k.scheme or k.codes.dtype} and values in {v.scheme or v.codes.dtype}"
         )
+    if static_of(k) != static_of(v) or (k.static and k.computed is not None):
+        return "kernels take static scales of keys and values both, a head or a tensor, and no tokens as computed beside"
     if v.axis == 2:
         return "no kernel decodes values with scales by channel"
     if q.dtype not in (torch.bfloat16, torch.float16) or (not k.scheme and k.codes.dtype != q.dtype):
@@ -552,7 +565,7 @@ def attention(
         *q.stride()[:3], *masks[1:], k.shape[2], room, k.zero, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
         PLACES=width // codes[0].shape[-1], SCALES=scales_of_token, ROWS=rows, BLOCK=plan.block, SPLITS=plan.splits,
         HAS_MASK=mask is not None, CAUSAL=causal, SINKS=window.sinks, RING=window.ring, RESIDUAL=window.residual,
-        GROUP=window.group, STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
+        GROUP=window.group, STATIC=static_of(k), STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
     )  # fmt: skip
     if plan.splits > 1:
         combine_kernel[group * tokens, batch * kv_heads](

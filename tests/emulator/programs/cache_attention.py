@@ -25,7 +25,7 @@ from tests.emulator import quick_interpreter
 SCHEME = {
     "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4,
     "int4_g64": SCHEMES["int4_g64"], "int4_window": INT4, "int8_window": SCHEMES["int8_rowwise"],
-    "int4_channels": INT4,
+    "int4_channels": INT4, "fp8_static": SCHEMES["fp8_rowwise"],
 }  # fmt: skip
 #: Which tokens are read as computed, by kind.
 WINDOWS = {"int4_window": Window(40, 3), "int8_window": Window(0, 5), "int4_channels": Window(8, 3, 32)}
@@ -57,6 +57,9 @@ def main(what, names):
 
 def write(name):
     """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width); those beyond the cache are refused."""
+    if name == "static":
+        write_static()
+        return
     recipe = {"window": SHORT, "channels": CHANNELS}.get(name) or RECIPES[name]
     if recipe.window.group > 1:
         write_groups(recipe)
@@ -93,6 +96,26 @@ def write(name):
     assert lengths[1] == 9
     for x, y in zip(before, (x for one in stores[1] for x in one.tensors()), strict=True):
         assert_same_bits(x, y)
+
+
+def write_static():
+    """Codes of scales that are there: of heads, and of all heads together."""
+    for scales in (torch.tensor([0.01, 0.02, 0.005]), torch.tensor([0.01])):
+        torch.manual_seed(0)
+        like = torch.zeros(2, 3, 1, 64, dtype=torch.bfloat16)
+        for scheme in ("fp8_rowwise", "int8_rowwise"):
+            stores = [
+                [room_for(like, 12, SCHEMES[scheme], scale=scales.clone()) for _ in "kv"] for _ in range(2)
+            ]
+            lengths = torch.tensor(0), torch.tensor(0)
+            for tokens in (5, 1):
+                k, v = (torch.randn(2, 3, tokens, 64).bfloat16() * 3 for _ in "kv")
+                append_(*stores[0], k, v, lengths[0])
+                assert append.covers(k, v, *stores[1])
+                append.append(k, v, *stores[1], lengths[1], False)
+            for expected, found in zip(*stores, strict=True):
+                assert_same_bits(expected.codes, found.codes)
+                assert_same_bits(found.scale, scales)
 
 
 def write_groups(recipe):
@@ -148,6 +171,8 @@ def attend(kind):
             window=window,
         )
         values = room_for(v, room, SCHEME[kind], window=window)
+        if kind == "fp8_static":
+            keys.scale, values.scale = (torch.rand(kv) * 0.02 + 0.01 for _ in range(2))
         length = torch.tensor(0)
         append_(keys, values, k, v, length)
         mask = None

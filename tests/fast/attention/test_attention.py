@@ -93,9 +93,11 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("what", "names"),
         [
-            ("attend", "value,fp8,int4_channels"),
-            pytest.param("attend", "int8,int8_window,int4,int4_window,int4_g64", marks=pytest.mark.nightly),
-            ("write", "bfloat16,fp8,window,channels"),
+            ("attend", "value,fp8_static,int4_channels"),
+            pytest.param(
+                "attend", "fp8,int8,int8_window,int4,int4_window,int4_g64", marks=pytest.mark.nightly
+            ),
+            ("write", "bfloat16,static,window,channels"),
             pytest.param("write", ",".join(RECIPES), marks=pytest.mark.nightly),
         ],
     )
@@ -104,14 +106,20 @@ class TestKernels:
 
         assert lines_of("cache_attention", what, names) == [f"{what} {name}" for name in names.split(",")]
 
-    @pytest.mark.parametrize("kind", [*KINDS, "int4 by channel"])
+    @pytest.mark.parametrize(
+        "kind",
+        ["value", "fp8", "int4", "int4 by channel",
+         *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("int8", "fp8 static"))],
+    )  # fmt: skip
     def test_compiled(self, kind):
         """Tensor cores, copies of 16 bytes that wait for nothing, and no spills; not `wgmma`, whose A may be in registers."""
         from fast.kernels.attention import decode
         from tests.fast.kernels.compiling.kernel_compiler import launched
 
-        recipe = KINDS.get(kind, "int4")
+        recipe = KINDS.get(kind, {"fp8 static": "fp8"}.get(kind, "int4"))
         keys, values, length = cache(recipe, room=8192, width=128)
+        if kind == "fp8 static":
+            keys.scale = values.scale = torch.ones(2)
         q = torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
         mask = torch.ones(2, 1, 1, 8192, dtype=torch.bool)
         machine, combine = launched(lambda: decode.attention(q, keys, values, length, mask, 0.1, True))
