@@ -234,6 +234,7 @@ def room_of(report: ProbeReport, budget: float) -> float:
 
 def apply_policy_(model: nn.Module, policy: Policy, *, pad: bool = True) -> tuple[str, ...]:
     """Let layers train as a policy says; names of those that are not dense. After an error nothing has changed."""
+    check_model(model)
     if policy.digest != model_digest(model):
         raise ValueError("this is the policy of another model: names or shapes of linear layers differ")
     modules: dict[str, Any] = dict(model.named_modules())

@@ -43,8 +43,11 @@ def all_to_all_rows(
     their dtype).
 
     ValueError for splits that are not the group's or not x's, for a scheme whose scales are not of rows alone, and where there
-    is no process group; nothing was sent then. Every rank has to call it with the same schemes.
+    is no process group; TypeError for x that is no tensor. Nothing was sent then. Every rank has to call it with the same
+    schemes.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"all_to_all_rows takes a torch tensor, got {type(x).__name__}: {x!r:.60}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "all_to_all_rows sends between the ranks of a process group; init_process_group makes one"

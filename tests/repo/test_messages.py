@@ -43,6 +43,9 @@ SPECIFIED = {
 # And of those that import torch, with what each takes first.
 OTHERS = {
     "advance_qat": ((), "model is a torch.nn.Module"),
+    "all_to_all_rows": (([1], [1]), "takes a torch tensor"),
+    "apply_mods_": (("pad",), "model is a torch.nn.Module"),
+    "apply_policy_": ((None,), "model is a torch.nn.Module"),
     "as_torchao": ((), "takes a configuration"),
     "calibrate": ((INT8, print), "model is a torch.nn.Module"),
     "choose_": (
@@ -52,6 +55,8 @@ OTHERS = {
     "convert_for_training_": (("rowwise",), "model is a torch.nn.Module"),
     "convert_from_training_": ((), "model is a torch.nn.Module"),
     "convert_to_float8_training": ((), "model is a torch.nn.Module"),
+    "dispatch_": ((print, None), "model is a torch.nn.Module"),
+    "embedding_bag": ((torch.zeros(1), torch.zeros(1)), "takes a QuantizedTensor"),
     "explain": ((), "model is a torch.nn.Module"),
     "finish_sparsity_": ((), "model is a torch.nn.Module"),
     "from_native": (("int8_rowwise",), "takes the arrays of a NativeParts"),
@@ -77,6 +82,7 @@ OTHERS = {
     "step_sparsity_": ((), "model is a torch.nn.Module"),
     "to_native": ((), "takes a Quantized of torch tensors"),
     "tune": ((print,), "model is a torch.nn.Module"),
+    "undo_mods_": ((), "model is a torch.nn.Module"),
     "weight_size": (("int8_rowwise",), "takes the shape of a weight"),
 }
 # What takes paths, modules of a filter, steps or nothing: their first argument has a test elsewhere, or no wrong type.
