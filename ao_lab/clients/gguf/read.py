@@ -35,21 +35,20 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Mo
     whose values in float32 are those of the file, bit for bit; every other tensor is dequantized and rounded to `dtype`
     (float32, bfloat16 or float16), with a UserWarning that names the types of linear layers of which that is true.
 
-    FileNotFoundError where there is no such file, ValueError for another architecture and for a file whose tensors are not
-    those of the model.
+    FileNotFoundError where there is no such file, ValueError for a file that is broken, for another architecture and for a file
+    whose tensors are not those of the model. Nothing of the file is run.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
-    gguf = needed("gguf")
-    file = gguf.GGUFReader(path)
+    file = _opened(path)
     tensors = {one.name: one for one in file.tensors}
     model = _model(path, file, dtype)
     config: Any = model.config
     arch = architecture_of(config)
     linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     state = dict(model.named_parameters())
-    names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))
+    names = tensor_names(needed("gguf"), arch, config.num_hidden_layers, list(state))
     _check(names, tensors, path)
     dense: set[str] = set()
     found = {}
@@ -71,6 +70,17 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Mo
         )
     result: nn.Module = model.eval()
     return result
+
+
+def _opened(path: Path) -> Any:
+    """The file's header and tensors, mapped; ValueError where it is no whole GGUF file."""
+    gguf = needed("gguf")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
+        raise ValueError(
+            f"{path} is no whole GGUF file ({type(error).__name__}: {error}); fetch it again"
+        ) from error
 
 
 def _weight(
@@ -117,8 +127,32 @@ def _model(path: Path, file: Any, dtype: torch.dtype) -> Any:
         config.head_dim = int(width.contents())
     if hasattr(config, "attention_bias"):
         config.attention_bias = any(one.name == "blk.0.attn_q.bias" for one in file.tensors)
+    _check_numbers(path, config, file.tensors)
     with parameters_without_memory(2 * len(file.tensors) + 64, path):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _check_numbers(path: Path, config: Any, tensors: Any) -> None:
+    """ValueError where the metadata says other sizes than the tensors have: the model is built by these numbers."""
+    shapes = {one.name: tuple(int(n) for n in reversed(one.shape)) for one in tensors}
+    width, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // max(heads, 1)
+    wanted = {
+        "token_embd.weight": (config.vocab_size, width),
+        "blk.0.ffn_up.weight": (config.intermediate_size, width),
+        "blk.0.attn_q.weight": (heads * head, width),
+        "blk.0.attn_k.weight": (config.num_key_value_heads * head, width),
+    }
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            raise ValueError(
+                f"{path}: the metadata makes {name} {shape}, and the file has {shapes.get(name)}; fetch it again"
+            )
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
+    if len(blocks) != config.num_hidden_layers:
+        raise ValueError(
+            f"{path} has {len(blocks)} blocks of layers, and says {config.num_hidden_layers}; fetch it again"
+        )
 
 
 def _check(names: dict[str, str], tensors: dict[str, Any], path: Path) -> None:

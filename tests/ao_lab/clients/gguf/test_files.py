@@ -211,7 +211,22 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     ao_lab.save_gguf(model_of("qwen2"), tmp_path / "model.gguf")
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(
-        content.replace(b"blk.1.attn_norm.weight", b"blk.9.attn_norm.weight")
+        content.replace(b"blk.1.attn_norm.weight", b"blk.1.attn_nork.weight")
     )
     with pytest.raises(ValueError, match=r"has no tensor blk\.1\.attn_norm\.weight"):
         ao_lab.load_gguf(tmp_path / "model.gguf")
+
+
+def test_a_broken_file_is_one_error(tmp_path):
+    """Cut anywhere, no GGUF at all, and numbers of tensors and of rows that no file has."""
+    path = tmp_path / "model.gguf"
+    ao_lab.save_gguf(model_of("qwen2"), path)
+    whole = path.read_bytes()
+    place = whole.index(b"qwen2.embedding_length") + len(b"qwen2.embedding_length") + 4
+    broken = [b"", b"GGUF", b"text" * 99, *(whole[:end] for end in (30, 200, 2000, len(whole) - 900))]
+    broken += [whole[:8] + b"\xff" * 8 + whole[16:], whole[:16] + b"\xff" * 8 + whole[24:]]
+    broken += [whole[:place] + b"\x00\x00\xff\x7f" + whole[place + 4 :]]
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.gguf"):
+            ao_lab.load_gguf(path)
