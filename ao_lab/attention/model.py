@@ -47,10 +47,8 @@ def forward(
         )  # fmt: skip
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    tokens = query.shape[2]
-    is_causal = is_causal and attention_mask is None and tokens > 1
-    if is_causal and key.shape[2] > tokens:  # an empty static cache
-        key, value = key[:, :, :tokens], value[:, :, :tokens]
+    # From the first key on: what lies behind the queries in an empty static cache is seen by none.
+    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     y = attended(
         recipe, query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=is_causal, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

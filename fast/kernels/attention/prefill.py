@@ -213,8 +213,8 @@ class Plan:
 
 
 def plan_of(width: int) -> Plan:
-    """Of a head's width as codes are stored: sums of 256 channels leave room for 64 keys."""
-    return Plan(keys=64) if width > 128 else Plan()
+    """Of a head's width as codes are stored: of 256 channels two groups of warps have a half each, of the same queries."""
+    return Plan(queries=64) if width > 128 else Plan()
 
 
 def refusal(

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import MAGNITUDE, bits_of
+from fast.kernels.bits import MAGNITUDE, bits_of, float_of
 from fast.kernels.layers.tiles import quantize_rows
 from fast.kernels.quantize.geometry import power_above
 from fast.kernels.quantize.plan import outputs
@@ -156,15 +156,50 @@ def _stages(length):
 
 @triton.jit
 def _mixed(v, factor, LENGTH: tl.constexpr):
-    """Rows through Hadamard's transform of blocks of LENGTH channels: `reference.layers.hadamard`."""
+    """Rows through Hadamard's transform of blocks of LENGTH channels: `reference.layers.hadamard`.
+
+    Eight neighbours are eight tensors, so that three stages are arithmetic in registers and each other one asks one lane.
+    """
+    T: tl.constexpr = v.shape[0]
+    WORDS: tl.constexpr = v.shape[1] // 8
     d = tl.arange(0, v.shape[1])
     negative = ((d * 0 + NEGATIVE) >> (d % 16)) & 1
-    v = tl.where((negative != 0)[None, :], -v, v)
+    v = float_of(bits_of(v) ^ (negative << 31)[None, :])
+    one, other = _pair(tl.reshape(v, (T, WORDS, 2, 2, 2)), LENGTH > 1)
+    quarters = _pair(one, LENGTH > 2) + _pair(other, LENGTH > 2)
+    parts = ()
+    for i in tl.static_range(4):
+        parts += _pair(quarters[i], LENGTH > 4)
+    w = tl.arange(0, WORDS)[None, :]
     stages: tl.constexpr = _stages(LENGTH)
-    for s in tl.static_range(stages):
-        other = tl.gather(v, tl.broadcast_to((d ^ (1 << s))[None, :], v.shape), 1)
-        v = tl.where(((d >> s) & 1)[None, :] == 0, v + other, other - v)
-    return v * factor
+    for s in tl.static_range(3, stages):
+        parts = _across(parts, w, s - 3)
+    quarters = ()
+    for i in tl.static_range(4):
+        quarters += (tl.join(parts[2 * i], parts[2 * i + 1]),)
+    whole = tl.join(tl.join(quarters[0], quarters[1]), tl.join(quarters[2], quarters[3]))
+    return tl.reshape(whole, v.shape) * factor
+
+
+@triton.jit
+def _pair(v, MIXES: tl.constexpr):
+    """Both halves of the last axis; their sum and difference where a stage mixes them."""
+    left, right = tl.split(v)
+    if MIXES:
+        return left + right, left - right
+    else:
+        return left, right
+
+
+@triton.jit
+def _across(parts, w, STAGE: tl.constexpr):
+    """Sums and differences with the word 2**STAGE away: of the right one p - v, which is p + (-v)."""
+    partner = tl.broadcast_to(w ^ (1 << STAGE), parts[0].shape)
+    flip = ((w >> STAGE) & 1) << 31
+    mixed = ()
+    for i in tl.static_range(8):
+        mixed += (tl.gather(parts[i], partner, 1) + float_of(bits_of(parts[i]) ^ flip),)
+    return mixed
 
 
 @triton.jit
