@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import ao_lab
@@ -165,3 +166,35 @@ def test_candidates():
     for wrong, kind in (("fp9", ValueError), ([], ValueError), (3, TypeError)):
         with pytest.raises(kind, match=r"candidate|unknown"):
             candidates_of(wrong)
+
+
+def vision():
+    """A vision transformer and batches of images."""
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16,
+        patch_size=8, num_labels=5,
+    )  # fmt: skip
+    images = torch.randn(4, 192, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return transformers.ViTForImageClassification(config), list(images)
+
+
+def language():
+    """A Llama and batches of tokens, some of them padding."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    ids = torch.randint(0, 32, (4, 96, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(96, 8, dtype=torch.int64)
+    mask[::2, 6:] = 0
+    return transformers.LlamaForCausalLM(config), [{"input_ids": one, "attention_mask": mask} for one in ids]
+
+
+@pytest.mark.parametrize("make", [vision, language])
+def test_changes_of_classes_and_of_tokens_are_predicted(make):
+    """Several outputs, tokens that attend to each other: within 10 %, over random signs of all outputs."""
+    torch.manual_seed(0)
+    model, batches = make()
+    report = probe_(model, batches, ["rowwise", "mxfp8_e4m3 x mxfp8_e4m3"], tokens=64, directions=3)
+    for name, found in report.models.items():
+        assert found.predicted == pytest.approx(found.measured, rel=0.1), name
+    assert not report.notes[1:]
