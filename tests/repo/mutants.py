@@ -73,6 +73,8 @@ TRANSPOSABLE = TESTS + "test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_layers.py -k norm_bits_in"
 SWIGLU = TESTS + "test_layers.py -k swiglu_bits_in"
 CACHE_WRITES = "tests/fast/attention/test_attention.py -k 'interpreted and write-bfloat16'"
+PREFILL = "tests/fast/attention/test_quantized.py -k interpreted"
+ATTENTION_8_BITS = "tests/reference/attention/test_quantized.py"
 CACHE_READS = "tests/fast/attention/test_attention.py -k 'interpreted and attend-value'"
 SPARSE_LINEAR = TESTS + "triton_sparse24_small_m/test_mma_sparse.py"
 STATIC_SCALES = "tests/fast/quantize/test_static_scales.py -k kernel_agrees"
@@ -85,6 +87,11 @@ SMALL = "tests/fast/linear/preshuffled/test_linear_small.py -k test_bits"
 DYNAMIC = "tests/fast/linear/preshuffled/test_dynamic_inputs.py -k test_bits"
 
 REFERENCE = [
+    Mutation("attention in 8 bits divides by weights before they were rounded", "reference/attention/quantized.py",
+             "    total = weights.sum(axis=-1, keepdims=True)\n    if chain",
+             "    total = np.maximum(_weights(p, part)[0], 0).sum(axis=-1, keepdims=True)\n    if chain", ATTENTION_8_BITS),
+    Mutation("hidden keys count in the mean", "reference/attention/quantized.py",
+             "    hosts[1:] = _hidden(hosts[1:], seen)\n", "", ATTENTION_8_BITS),
     Mutation("ties to even go up", "reference/formats/encode.py",
              "- 1) + (floor & 1)) >> shift", "- 1) + 1) >> shift", ROUNDING),
     Mutation("to_odd forgets what was lost", "reference/formats/encode.py",
@@ -379,6 +386,13 @@ KERNELS = [
              "part = part * tl.load(scales + b)[None, :]", "part = part * tl.load(scales)[None, :]", CACHE_READS),
     Mutation("positions behind the last token are attended to", "fast/kernels/attention/decode.py",
              "return first, tl.minimum(first + each, length)", "return first, first + each", CACHE_READS),
+    Mutation("tokens of values in their own order", "fast/kernels/attention/quantize_heads.py",
+             "token = first + place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2", "token = first + place",
+             PREFILL),
+    Mutation("a window of one key more", "fast/kernels/attention/prefill.py",
+             "(key[None, :] > place[:, None] - window)", "(key[None, :] >= place[:, None] - window)", PREFILL),
+    Mutation("a tile on the edge without a mask", "fast/kernels/attention/prefill.py",
+             "tl.maximum(first + offset + 1, 0) // N * N", "tl.maximum(first + offset + N, 0) // N * N", PREFILL),
 ]  # fmt: skip
 
 LIBRARY = [
