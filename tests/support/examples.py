@@ -73,6 +73,13 @@ def words(rows: int, device: str) -> torch.Tensor:
     return (torch.arange(rows * K, dtype=torch.int32) * 747796405).view(torch.uint32).view(rows, K).to(device)
 
 
+def numbers(count: int, device: str, step: int, limit: int) -> torch.Tensor:
+    """Integers from 0, each `step` more than the one before, below a limit."""
+    if device == "meta":
+        return torch.empty(count, dtype=torch.int64, device=device)
+    return (torch.arange(count) * step % limit).to(device)
+
+
 def rows_of(t: torch.Tensor) -> int:
     """Rows of a matrix, of nested tensors those of each."""
     return 8 if getattr(t, "is_nested", False) else t.shape[0]
@@ -184,6 +191,25 @@ EXAMPLES: dict[str, Example] = {
         ),
         ("bias",),
         rows=32,
+    ),
+    "embedding_bag": Example(
+        lambda n, d: {**weight(INT8, d), "ids": numbers(3 * n, d, 7, 32), "offsets": numbers(n, d, 3, 3 * n)},
+        lambda f, t: f.embedding_bag(stored(INT8, t), t["ids"], t["offsets"]),
+        exact=False,
+    ),
+    "linear_block_norm": Example(
+        lambda n, d: {
+            "x": codes(n, d), "x_scale": row_scales(n, d), "w": codes(256, d), "w_scale": row_scales(256, d),
+            "weight": normals(1, d, 5, length=256)[0],
+        },
+        lambda f, t: f.linear_block_norm(
+            *(
+                Quantized(t[one], t[f"{one}_scale"], None, None, (rows_of(t[one]), K), 1, SCHEMES["fp8_rowwise"])
+                for one in "xw"
+            ),
+            t["weight"],
+        ),
+        exact=False,
     ),
     "matmul": Example(
         lambda n, d: {"a": normals(n, d), "b": normals(8, d, 1).T}, lambda f, t: f.matmul(t["a"], t["b"])
