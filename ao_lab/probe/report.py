@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ao_lab.install.extras import needed
+from reference.probe.drift import difference
 from reference.probe.estimates import Estimate
 
 FORMAT = 1
@@ -103,6 +104,31 @@ class ProbeReport:
                 f"{candidate!r} is no candidate of this report; there are {', '.join(self.candidates)}"
             )
         return tuple(line.name for line in self.sites if line.candidates[candidate].safe)
+
+    def moved(
+        self, before: ProbeReport, sigmas: float = 5.0, share: float = 0.1
+    ) -> dict[tuple[str, str], float]:
+        """Of sites and candidates whose error has moved since an earlier report: by how many standard errors of both.
+
+        Counted are changes beyond `sigmas` of them and beyond `share` of the error before. ValueError for a report of other
+        sites. `reference.probe.drift.Hysteresis` keeps what reacts to it from reacting too often.
+        """
+        if [(line.name, line.shape) for line in before.sites] != [
+            (line.name, line.shape) for line in self.sites
+        ]:
+            raise ValueError(
+                "the earlier report is of other sites; compare reports of one model and one filter_fn"
+            )
+        found = {}
+        for old, new in zip(before.sites, self.sites, strict=True):
+            for name in set(old.candidates) & set(new.candidates):
+                one, two = old.candidates[name].norm_ratio, new.candidates[name].norm_ratio
+                if one is None or two is None:
+                    continue
+                size = difference(one, two)
+                if abs(size) > sigmas and abs(two.value - one.value) > share * one.value:
+                    found[new.name, name] = size
+        return found
 
     def heading(self, candidate: str) -> str:
         """A candidate in a line."""

@@ -120,6 +120,21 @@ def test_the_report_is_read_back():
         report.site("nowhere")
 
 
+def test_what_has_moved():
+    """Of one layer's inputs a channel grows: its errors move, those of layers before do not."""
+    model = network()
+    before = probe_(model, data(2), ["int8_rowwise x int8_rowwise"], measure=False)
+    assert probe_(model, data(2, seed=1), ["int8_rowwise x int8_rowwise"], measure=False).moved(before) == {}
+    with torch.no_grad():
+        model.mlp[0].bias[3] += 30
+    moved = probe_(model, data(2), ["int8_rowwise x int8_rowwise"], measure=False).moved(before)
+    names = {site for site, _ in moved}
+    assert "mlp.2" in names
+    assert not names & {"down", "up", "mlp.0"}
+    with pytest.raises(ValueError, match="other sites"):
+        probe_(model.mlp, [torch.randn(64, 64)], "rowwise").moved(before)
+
+
 def test_the_model_stays_as_it_is():
     model = network().train()
     before = copy.deepcopy(model.state_dict())
