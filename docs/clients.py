@@ -348,6 +348,7 @@ def model_of(config: Any, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
 def first_sentence(error: BaseException) -> str:
     """One line of an error, without its layer."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = text[max(text.find("No conversion rule found"), 0) :]  # what OpenVINO says last
     return LAYER.sub("", text.removeprefix("ValueError: ")).split("; ")[0].split(" Reasons:")[0][:160]
 
 

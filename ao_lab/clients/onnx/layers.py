@@ -3,6 +3,7 @@
 * Integers by float inputs: `MatMulNBits` of com.microsoft, 4 or 8 bits, the codes and zero points as they are. Its block of 16
   to 256 elements is the scheme's, or a part of it with the scale repeated: (code - zero point) * scale, float32 sums.
 * float8 and MXFP8 by float inputs: `DequantizeLinear` of FLOAT8E4M3FN or FLOAT8E5M2 in blocks, then `MatMul`.
+* NF4 by float inputs: `MatMulBnb4` of com.microsoft, which onnxruntime has and OpenVINO has not; one scale a block.
 * int8 by int8 inputs, one scale a token: scale, integers and `MatMulInteger` by standard operators, in the order of the scheme:
   integers are the layer's own; the float32 products with both scales follow as they do here.
 * int8 by int8 inputs with a static scale: `QuantizeLinear` and `DequantizeLinear` (QDQ), which runtimes fuse. QuantizeLinear
@@ -14,11 +15,14 @@ Source: onnx 1.23, docs/Operators.md; onnxruntime, docs/ContribOperators.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+import reference
 from ao_lab.clients.integers import (
     block_size,
     by_block,
@@ -37,7 +41,7 @@ from reference.quantize.quantize import unpacked
 BLOCKS = (256, 128, 64, 32, 16)
 DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 WAY_OUT = (
-    "export_onnx writes integers of 1 to 8 bits and float8 (MXFP8 too) as weights alone, and int8 by int8 inputs "
+    "export_onnx writes integers of 1 to 8 bits, float8 (MXFP8 too) and nf4 as weights alone, and int8 by int8 inputs "
     "(int8_rowwise, or static)"
 )
 
@@ -98,6 +102,38 @@ class Float8Linear(nn.Module):
             "DequantizeLinear", (self.codes, self.scale), attributes, dtype=x.dtype, shape=self.codes.shape
         )
         return nn.functional.linear(x, w, self.bias)
+
+
+class Nf4Linear(nn.Module):
+    """`MatMulBnb4` of com.microsoft: NF4 in blocks of 64 of the flattened weight, the first of two codes in the high half."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.rows, self.length = q.shape
+        self.size = q.scheme.scale.flat_size
+        if q.codes.numel() % self.size:
+            raise ValueError(
+                f"{q.scheme.name} of shape {q.shape}: the last block of {self.size} is not whole; {WAY_OUT}"
+            )
+        flat = q.codes.reshape(-1)
+        self.register_buffer("codes", (flat[0::2] << 4) | flat[1::2])
+        # Scales of both levels in one float32: the values of the code of 1.
+        ones = replace(q, codes=torch.full_like(q.codes, int(np.flatnonzero(q.scheme.format.values == 1)[0])))
+        self.register_buffer("scale", reference.dequantize(ones).reshape(-1)[:: self.size].contiguous())
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        attributes: Any = {"K": self.length, "N": self.rows, "block_size": self.size, "quant_type": 1}
+        shape, inputs = (*x.shape[:-1], self.rows), (x, self.codes, self.scale)
+        name = "com.microsoft::MatMulBnb4"
+        y: torch.Tensor = torch.onnx.ops.symbolic(
+            name, inputs, attributes, dtype=x.dtype, shape=shape, version=1
+        )
+        return y if self.bias is None else y + self.bias
 
 
 class DynamicInt8Linear(nn.Module):
@@ -178,6 +214,8 @@ def onnx_layer(weight: QuantizedTensor, bias: torch.Tensor | None) -> nn.Module:
         return _by_int8(weight, q, bias)
     if q.scheme.element in DTYPES and q.outer is None:
         return Float8Linear(q, bias)
+    if q.scheme.element == "nf4" and q.scheme.scale.flat_size:
+        return Nf4Linear(q, bias)
     check_integers(q, WAY_OUT)
     return NBitsLinear(q, bias)
 

@@ -8,6 +8,7 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Int8StaticActivationInt8WeightConfig, QuantizedTensor, SchemeConfig, export_onnx
+from ao_lab.clients.onnx.layers import onnx_layer
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -114,8 +115,35 @@ def test_inputs_are_rounded_to_the_layers_own_integers(written):
     assert (step < 0.05 * np.abs(wanted).max()).all()
 
 
+def nf4_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(LENGTH, OUT)).eval()
+    ao_lab.quantize_(model, SchemeConfig(scheme="nf4"))
+    return model
+
+
+def test_nf4_by_hand():
+    """The first of two codes in the high half, one scale for 64 elements of the flattened weight."""
+    weight = nf4_layer()[0].weight.detach()
+    made = onnx_layer(weight, None)
+    codes = torch.stack([made.codes >> 4, made.codes & 15], 1).reshape(-1, 64)
+    values = torch.tensor(weight.scheme.format.values.tolist())[codes.long()] * made.scale[:, None]
+    assert torch.equal(values.reshape(OUT, LENGTH), weight.dequantize())
+
+
+@pytest.mark.nightly
+def test_onnxruntime_computes_nf4(tmp_path):
+    model, x = nf4_layer(), inputs()
+    file = export_onnx(model, (x,), tmp_path / "nf4.onnx")
+    assert file.operators == {"MatMulBnb4": 1}
+    (y,) = ort.InferenceSession(file.path).run(None, {"input": x.numpy()})
+    bound = reference.linear_error_bound(x, model[0].weight.quantized, model[0].bias.detach()).numpy()
+    with torch.no_grad():
+        assert (np.abs(y - model(x).numpy()) <= 2 * bound).all()
+
+
 REFUSED = {
-    "nf4": (SchemeConfig(scheme="nf4"), "0: nf4 is no integer times a scale; export_onnx writes"),
+    "nvfp4": (SchemeConfig(scheme="nvfp4"), "0: nvfp4 is no integer times a scale; export_onnx writes"),
     "mxfp4": (SchemeConfig(scheme="mxfp4"), "0: mxfp4 is no integer"),
     "inputs": (
         SchemeConfig(scheme="mxfp8_e4m3", activation_scheme="mxfp8_e4m3"),
