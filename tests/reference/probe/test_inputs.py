@@ -62,7 +62,7 @@ def test_random_inputs_mispredict():
 def test_samples_have_the_moments():
     x = tokens(4096)
     for name, model in models(x).items():
-        y = model.sample(40000, seed=1)
+        y = model.sample(12000, seed=1)
         assert y.mean(0) == pytest.approx(x.mean(0), abs=0.15 * x.std()), name
         if name != "copula":
             assert np.linalg.norm(np.cov(y.T) - np.cov(x.T)) < 0.15 * np.linalg.norm(np.cov(x.T)), name
