@@ -14,7 +14,6 @@ import torch
 from ao_lab.tensor import slicing
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.layers.embedding_bag import embedding_bag as stored_bags
 
 aten = torch.ops.aten
 #: Modes of torch's operators, by their number.
@@ -52,10 +51,18 @@ def embedding_bag(
         )
     if weights is not None and weights.requires_grad and torch.is_grad_enabled():
         raise ValueError("embedding_bag of a quantized table has no gradient; give weights.detach()")
-    return stored_bags(
+    y: torch.Tensor = _stored_bags()(
         _rows_apart(table), ids, offsets, weights,
         mode=mode, padding=padding, dtype=DTYPES[table.dtype], features=features,
     )  # fmt: skip
+    return y
+
+
+def _stored_bags() -> Any:
+    """`fast.embedding_bag`, imported when the first table is looked up in."""
+    from fast.layers.embedding_bag import embedding_bag as function
+
+    return function
 
 
 def _rows_apart(table: QuantizedTensor) -> Any:
@@ -90,7 +97,7 @@ def _embedding_bag(
     if not whole or call.mode > 1 or table.dtype not in DTYPES:
         return call.of_rows(func)
     # Of offsets that say where the last bag ends, what follows is a bag of its own.
-    y = stored_bags(
+    y: torch.Tensor = _stored_bags()(
         table.plain.stored, call.indices, call.offsets, call.per_sample_weights,
         mode=MODES[call.mode], padding=None if call.padding_idx < 0 else call.padding_idx, dtype=DTYPES[table.dtype],
     )  # fmt: skip
