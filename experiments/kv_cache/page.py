@@ -18,9 +18,9 @@ QUESTION = (
     "What do models predict from a cache in low precision, and what do FP8 sums lose over a long context?"
 )
 ABOUT = (
-    "A cache stores keys and values by a recipe, any scheme along a head's channels; transformers' generate() reads it by "
-    "attention of ours. Here a model predicts texts from what is stored, and the tensor core's 14-bit sums of FP8 products are "
-    "followed over the context.",
+    "A cache stores keys and values by a recipe, any scheme along a head's channels or along tokens; transformers' generate() "
+    "reads it by attention of ours. Here a model predicts texts from what is stored, and the tensor core's 14-bit sums of FP8 "
+    "products are followed over the context.",
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("kv-cache-sums-full", "kv-cache-sums-quick")
@@ -60,15 +60,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
     needle = best_run(by_run(rows, NEEDLE))
     if needle is not None:
         longest = max(needle[1].settings, key=int)
-        words.append(
-            f"Of answers about a needle among {longest} tokens "
-            + ", ".join(
-                f"{number(needle[1].value(longest, method, UNLIKE), 0)}% by {method}"
-                for method in METHODS
-                if "sums" in method
-            )
-            + " are not those of exact sums."
-        )
+        methods = ("exact", *(method for method in METHODS if "sums" in method))
+        parts = [f"{number(needle[1].value(longest, method, FOUND), 0)}% ({method})" for method in methods]
+        words.append(f"Of needles among {longest} tokens are found {', '.join(parts)}.")
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
         if best is not None:
