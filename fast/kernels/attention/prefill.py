@@ -102,7 +102,7 @@ def _tiles(
     """Sums over the keys of some tiles. place: of each query among the keys; MASKED: not every query sees every key."""
     n = tl.arange(0, N)
     if HAS_PTX:
-        ones = tl.full((N, 16), 1.0, tl.float8e4nv)
+        ones = tl.full((N, 16), 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
     else:
         ones = tl.full((N, 16), 1.0, tl.float32)
     for at in tl.range(start, end, N, num_stages=STAGES):
