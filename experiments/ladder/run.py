@@ -3,8 +3,8 @@
 Random weights: speed does not depend on their values, quality is other experiments'. Tables:
 
 * `ladder`: the time of a unit (a token, a request) with every set of levers of `rungs`, at batch 1 and the largest batch;
-* `trace`: of the rungs of the ladder, shares of operators and of idle time, after all times (a profiler slows every later
-  launch of its process);
+* `trace`: of the rungs of the ladder, shares of operators and of idle time. A profiler slows every later launch of its process:
+  what is not recorded as a CUDA graph is timed before any trace, and traced last; a recorded one is one launch, traced at once;
 * `acceptance`: how many drafts a model accepts that was trained here with layer dropout and losses of early exits;
 * `summary`: the geometric mean over models of the last rung's speed over the first, beside the published one.
 
@@ -37,7 +37,7 @@ from experiments.ladder.subjects import MODELS, STAND_INS, Subject
 from experiments.ladder.summary import TIME, summary_rows
 from experiments.ladder.trace import OPERATORS, busy, scopes, shares, traced
 from experiments.ladder.work import Work, weights_in, work_of
-from experiments.models.llama import COMPILED_LIMIT, relative_change
+from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 from experiments.runs.run import Settings, all_rows, published_shapes
 
 EXPERIMENT = "ladder"
@@ -82,7 +82,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all models, or of those that `settings.only` names; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     chosen = Chosen.of(settings)
-    bench = Bench(settings, journal, Deadline(settings.seconds))
+    bench = Bench(settings, journal, Deadline(settings.seconds), traces=TRACE in chosen.groups)
     bench.rows_of(KIND, bench.timed, chosen.timed())
     if acceptance.KIND in chosen.groups:
         bench.acceptances()
@@ -121,7 +121,7 @@ class Chosen:
         )
 
     def timed(self) -> list[Case]:
-        """Rungs of the ladder, then levers alone and left out; weights change least often."""
+        """Rungs of the ladder, then levers alone and left out, those with CUDA graphs last; weights change least often."""
         found: list[Case] = []
         for one in self.subjects:
             rungs, every = ladder(one.weights), configurations(one.weights)
@@ -130,7 +130,7 @@ class Chosen:
             if LEVERS in self.groups:
                 others = [x for x in every if x not in rungs and (self.real or not x.compiled)]
                 found += self.cases(one, others, one.batches if self.real else one.batches[:1])
-        return found
+        return sorted(found, key=lambda case: case.levers.graphs)
 
     def traced(self) -> list[Case]:
         """Rungs of the ladder."""
@@ -154,6 +154,9 @@ class Bench:
     journal: Journal
     deadline: Deadline
     failed: list[Row] = field(default_factory=list)
+    #: Whether recorded rungs of the ladder are traced when they are timed, and what that has found of the last case.
+    traces: bool = False
+    found: Values | None = None
     _model: tuple[tuple[str, str], Any] | None = None
     _largest: dict[str, int] = field(default_factory=dict)
     _plain: tuple[Any, torch.Tensor] | None = None
@@ -173,10 +176,17 @@ class Bench:
                         else self.deadline.reason(case.subject.seconds[compiles])
                     )
                     values = status(reason) if reason else attempt(partial(self.whole, measure, case))
-                    where = case.subject.name, case.setting, case.levers.name
-                    keep(self.journal, self.failed, self.settings.rows(EXPERIMENT, kind, *where, values))
+                    self.put(kind, case, values)
+                    if self.found is not None:
+                        self.put(TRACE, case, self.found)
+                        self.found = None
                 step(f"{case.subject.name}, {case.setting}, {case.levers.name}")
         self.forget()
+
+    def put(self, kind: str, case: Case, values: Values) -> None:
+        """Rows of a case."""
+        where = case.subject.name, case.setting, case.levers.name
+        keep(self.journal, self.failed, self.settings.rows(EXPERIMENT, kind, *where, values))
 
     def acceptances(self) -> None:
         """Rows of trained models, arm by arm."""
@@ -275,7 +285,7 @@ class Bench:
             raise Wrong("compiled did not change the model: the row would be of another rung")
         warm = time.perf_counter() - started
         change = relative_change(
-            work.outputs(), expected, COMPILED_LIMIT, "from those of the same weights, eagerly"
+            work.outputs(), expected, limit_of(case), "from those of the same weights, eagerly"
         )
         work.evidence()
         taken = [self.seconds(work) for _ in range(RUNS[self.settings.device])]
@@ -283,6 +293,8 @@ class Bench:
         values: Values = {} if speculates else timing.values()
         if speculates:
             values[ROUND] = (1e3 * timing.median, "ms")
+        if self.traces and case.levers.graphs and case.levers in ladder(case.subject.weights):
+            self.found = attempt(partial(self.trace, work, case, 1e3 * timing.median))
         if on_gpu:
             values["memory beside weights"] = ((peak.over() or 0) / 1e9, "GB")
         return {
@@ -305,17 +317,19 @@ class Bench:
             torch.cuda.synchronize()
 
     def traced(self, case: Case) -> Values:
-        """Shares of operators, and of the time without a kernel."""
+        """Shares of operators, and of the time without a kernel, of a configuration that was timed before."""
         work = self.work(case, case.levers)
         work.prepare()
+        return self.trace(work, case, self.unprofiled(case) if self.settings.device == "cuda" else None)
+
+    def trace(self, work: Work, case: Case, milliseconds: float | None) -> Values:
+        """The same of prepared work. milliseconds: of a unit without the profiler; None: with it, of a stand-in."""
         work.begin()
+        self.wait()
         launched_one_by_one = not (case.levers.compiled or case.levers.graphs)
         with scopes(work.model if launched_one_by_one else nn.Module()):
             kernels, seconds = traced(work.run, self.settings.device)
-        milliseconds = 1e3 * seconds / work.units
-        if self.settings.device == "cuda":
-            milliseconds = self.unprofiled(case)
-        return trace_values(kernels, work.units, milliseconds)
+        return trace_values(kernels, work.units, milliseconds or 1e3 * seconds / work.units)
 
     def unprofiled(self, case: Case) -> float:
         """Milliseconds of a unit without the profiler; Wrong where it has no row."""
@@ -328,6 +342,13 @@ class Bench:
             ) and row.metric in (TIME, ROUND):
                 return row.value
         raise Wrong("there is no time of this configuration to compare its trace with")
+
+
+def limit_of(case: Case) -> float:
+    """How far outputs may be from those of the same weights: wider where keys are rounded, and for an image, whose guidance
+    takes a difference of logits several times."""
+    rounds = case.levers.cache not in ("", "bfloat16") or getattr(case.subject, "image", False)
+    return SCHEME_LIMIT if rounds else COMPILED_LIMIT
 
 
 def trace_values(kernels: Sequence[Any], units: int, milliseconds: float) -> Values:

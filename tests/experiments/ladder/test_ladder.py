@@ -143,6 +143,33 @@ def test_a_program_that_is_not_compiled_is_seen(tmp_path, monkeypatch):
         bench.whole(bench.timed, run.Case(LLAMA, Levers(compiled=True), 1))
 
 
+def test_recorded_rungs_are_timed_last_and_traced_at_once(tmp_path, monkeypatch):
+    """A trace slows what launches one by one after it."""
+    monkeypatch.setattr(decoding, "captured", lambda call, begin: call)
+    monkeypatch.setattr(
+        type(LLAMA), "refusal", lambda self, levers, *rest: "not here" if levers.weights else None
+    )
+    rungs = [Levers(attention=True, graphs=True), Levers(attention=True), Levers(graphs=True, weights="int8")]
+    monkeypatch.setattr(run, "ladder", lambda weights: rungs)
+    monkeypatch.setattr(run, "configurations", lambda weights: rungs)
+    chosen = run.Chosen((LLAMA,), (run.ONE,), run.GROUPS, True)
+    assert [case.levers.graphs for case in chosen.timed()] == [False, True, True]
+    bench = run.Bench(settings_for("quick", "cpu", tmp_path), Journal(), run.Deadline(None), traces=True)
+    traced = []
+    monkeypatch.setattr(
+        bench,
+        "trace",
+        lambda work, case, time: traced.append((case.levers.graphs, time)) or {"busy": (1.0, "ms")},
+    )
+    bench.rows_of(run.KIND, bench.timed, chosen.timed())
+    assert [graphs for graphs, _ in traced] == [True]
+    recorded = next(
+        row.value for row in bench.journal.rows if row.method == rungs[0].name and row.metric == "time"
+    )
+    assert traced[0][1] == pytest.approx(recorded)
+    assert {row.method for row in bench.journal.rows if row.table.startswith("trace/")} == {rungs[0].name}
+
+
 def test_every_configuration_is_asked_for_evidence(tmp_path, monkeypatch):
     def nothing(self):
         raise Wrong("weights did not change the model")
