@@ -6,6 +6,7 @@
 * NF4 by float inputs: `MatMulBnb4` of com.microsoft, which onnxruntime has and OpenVINO has not; one scale a block.
 * int8 by int8 inputs, one scale a token: scale, integers and `MatMulInteger` by standard operators, in the order of the scheme:
   integers are the layer's own; the float32 products with both scales follow as they do here.
+* Integers by int8 inputs with a zero point a token: inputs rounded by standard operators, then `MatMulNBits`.
 * int8 by int8 inputs with a static scale: `QuantizeLinear` and `DequantizeLinear` (QDQ), which runtimes fuse. QuantizeLinear
   divides where `quantize` multiplies by a reciprocal: an input close to the middle of two integers may get the other.
 
@@ -42,7 +43,7 @@ BLOCKS = (256, 128, 64, 32, 16)
 DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 WAY_OUT = (
     "export_onnx writes integers of 1 to 8 bits, float8 (MXFP8 too) and nf4 as weights alone, and int8 by int8 inputs "
-    "(int8_rowwise, or static)"
+    "(int8_rowwise, or static); integers by int8_rowwise_asymmetric"
 )
 
 
@@ -160,6 +161,23 @@ class DynamicInt8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class RoundedInputs(nn.Module):
+    """Inputs to int8 with a zero point for each token and back, as `int8_rowwise_asymmetric` has them; then a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        low, high = x.amin(-1, keepdim=True).clamp(max=0.0), x.amax(-1, keepdim=True).clamp(min=0.0)
+        scale = ((high - low) / 255.0).clamp(min=2.0**-126)
+        zero = (-128.0 - torch.round(low / scale)).clamp(-128, 127)
+        integers = (torch.round(x * (1.0 / scale)) + zero).clamp(-128, 127)
+        y: torch.Tensor = self.layer((integers - zero) * scale)
+        return y
+
+
 class StaticInt8Linear(nn.Module):
     """int8 by int8 with a scale that is known: QuantizeLinear, DequantizeLinear, MatMul."""
 
@@ -224,6 +242,8 @@ def _by_int8(weight: QuantizedTensor, q: Quantized, bias: torch.Tensor | None) -
     """Layers with quantized inputs."""
     check_integers(q, WAY_OUT)
     inputs: Any = weight.recipe.activation
+    if weight.input_scale is None and numerics(inputs) == numerics(SCHEMES["int8_rowwise_asymmetric"]):
+        return RoundedInputs(NBitsLinear(q, bias))
     one_scale = q.scheme.scale.block == -1 or q.scheme.scale.block == "tensor"
     if q.scheme.zero is not None or not one_scale or q.scheme.format.bits != 8:
         raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Int8StaticActivationInt8WeightConfig, QuantizedTensor, SchemeConfig, export_onnx
-from ao_lab.clients.onnx.layers import onnx_layer
+from ao_lab.clients.onnx.layers import RoundedInputs, onnx_layer
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -113,6 +113,14 @@ def test_inputs_are_rounded_to_the_layers_own_integers(written):
     sums = reference.linear_error_bound(within, model.static.weight.quantized, model.static.bias.detach())
     assert (np.abs(static - wanted) <= step.numpy() + 2 * sums.numpy()).all()
     assert (step < 0.05 * np.abs(wanted).max()).all()
+
+
+def test_inputs_with_zero_points_are_rounded_as_here():
+    """The module's own arithmetic, which standard operators repeat: zeros, one sign, tiny and large tokens."""
+    x = inputs()
+    x[0], x[1], x[2], x[3] = 0, x[1].abs(), -x[2].abs() * 1e-30, x[3] * 1e30
+    q = reference.quantize(x, "int8_rowwise_asymmetric")
+    assert torch.equal(RoundedInputs(nn.Identity())(x), reference.dequantize(q))
 
 
 def nf4_layer():
