@@ -1,7 +1,7 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
     PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep generate] [--sizes 64x8192 1x32768]
-        [--kinds base value fp8 int8 int4 int4_tokens int4_plain int4_g64] [--seconds 60] [--out FOLDER]
+        [--kinds base value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64] [--seconds 60] [--out FOLDER]
 
 Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
 and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
@@ -37,7 +37,7 @@ from reference.attention.attention import attention, attention_error_bound
 from tests.gpu.harness.timing import captured, elapsed, several
 
 KINDS: dict[str, KVRecipe] = {
-    "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "int8", "int4", "int4_tokens")},
+    "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int4", "int4_tokens")},
     "int4_plain": KVRecipe(key=INT4, value=INT4), "int4_g64": KVRecipe(key="int4_g64", value="int4_g64"),
 }  # fmt: skip
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -225,7 +225,9 @@ def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> No
                 for x in (keys, values)
             )
             expected = torch.softmax(q.double() @ k.mT * WIDTH**-0.5, -1) @ v
-        for (block, warps, stages), programs in itertools.product(TILES[kind], (264, 528, 1056)):
+        for (block, warps, stages), programs in itertools.product(
+            TILES.get(kind, TILES["fp8"]), (264, 528, 1056)
+        ):
             splits = max(1, min(-(-programs // (batch * KV_HEADS)), -(-length // 128)))
             if time.monotonic() > deadline or (splits == 1 and programs > 264):
                 continue
@@ -284,7 +286,7 @@ def generate(
             say("generate", f"{name} not reached", 0, "")
             continue
         torch._dynamo.reset()
-        ao_lab.use_kv_cache_(model, name)
+        ao_lab.use_kv_cache_(model, KINDS.get(name, name))
         if hasattr(model, "_previous_max_cache_length"):
             del model._previous_max_cache_length
         implementation = {"cache_implementation": "static"} if name is None else {}
