@@ -60,12 +60,12 @@ def methods(results: Results, setting: str) -> list[str]:
 
 
 def seconds_of(run: RealRun, setting: str, method: str) -> float | None:
-    """Seconds to quantize the model, and to choose its schemes where they were chosen; None where it was not measured."""
+    """Seconds to quantize the model, and to choose schemes (of all budgets) where they were chosen; None if not measured."""
     quantizing = run.whole.value(setting, method, "time to quantize")
     return (
         None
         if quantizing is None
-        else quantizing + (run.whole.value(setting, method, "time to choose") or 0.0)
+        else quantizing + (run.whole.value(setting, method, "time to choose, all budgets") or 0.0)
     )
 
 

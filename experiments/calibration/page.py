@@ -47,7 +47,7 @@ TEXT = (
     "Weights of all linear layers are quantized but those of a tied head; where a setting names inputs, these are quantized "
     "too, with dynamic scales. Rounding uses the scheme's own scales. KL is of the next-token distribution from the dense "
     "model's; after ± stands the standard error, over windows of a text of one document and over documents where there are "
-    "several. Minutes hold the choosing where schemes were chosen.",
+    "several. Minutes hold the choosing, of all budgets, where schemes were chosen.",
 )
 
 
@@ -189,9 +189,12 @@ def choice_table(run: RealRun) -> Table:
             ranks = number(value("choice: rank correlation of layers alone"), 3)
             alone = number(value("choice: layers measured alone"), 0)
             ranked = f"{ranks} ({alone} layers)" if ranks else ""
-            lines.append([setting, number(value("bits per weight"), 2), *kls, ranked, ", ".join(uniform)])
+            tokens = number(value("choice: tokens of scores and measurements"), 0)
+            lines.append(
+                [setting, number(value("bits per weight"), 2), tokens, *kls, ranked, ", ".join(uniform)]
+            )
     columns = [
-        "budget", "bits per weight", "KL predicted", "KL measured", "one scheme at this size: KL",
+        "budget", "bits per weight", "tokens", "KL predicted", "KL measured", "one scheme at this size: KL",
         f"{choice.BY_HAND}, at this size: KL", "rank correlation of layers alone", "one scheme for all layers: KL",
     ]  # fmt: skip
     return Table(

@@ -12,6 +12,7 @@ from ao_lab.choose.result import Trial
 from ao_lab.cli.app import main
 from ao_lab.eval import Tokens
 from experiments.calibration import page, run
+from experiments.calibration.drawings import seconds_of
 from experiments.calibration.run import ARMS, Case, arms_of, cases_of, check_parts, methods_of, share
 from experiments.data import texts
 from experiments.data.texts import calibration_documents, drawn_sequences
@@ -78,6 +79,8 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
         assert found["choice: layers measured alone"] == 4
         assert -1 <= found["choice: rank correlation of layers alone"] <= 1
     assert found["choice: KL measured"] < found["choice: KL of one scheme at this size"]
+    (one,) = page.real_runs(rows)
+    assert seconds_of(one, "choice, 4.25 bits", "rounding") > found["time to choose, all budgets"]
     section, _ = page.sections(rows)
     assert [line[0] for line in section.tables[-1].lines] == ["choice, 3 bits", "choice, 4.25 bits"]
     assert all("int2_g64_asymmetric_bf16" in line[-1] for line in section.tables[-1].lines)
