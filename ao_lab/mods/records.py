@@ -18,6 +18,13 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.mods.modules import BLOCK, BlockNorm, HardSwish, JoinedLinear, PaddedLinear, Siblings
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.fused_modules import (
+    FusedRMSNorm,
+    fuse_layers_,
+    is_norm_like,
+    norm_reason,
+    unfuse_layers_,
+)
 from ao_lab.transforms.layers import TABLES
 
 #: Where a changed module keeps what it was, in a tuple that torch does not look into.
@@ -217,6 +224,27 @@ JOIN = register(
         "in eager mode; weights are put side by side in each call", is_linear,
         lambda place: None if isinstance(place.module, JoinedLinear) else _join(place), _plain,
         lambda m: isinstance(m, JoinedLinear), _join_reason, "open HSTU code: one GEMM for u, v, q, k",
+    )
+)  # fmt: skip
+
+# Norms in one kernel
+
+
+def _fuse(place: Place) -> None:
+    fuse_layers_(place.module, ("norm",))
+
+
+def _unfuse(place: Place) -> None:
+    unfuse_layers_(place.module)
+
+
+FUSED_NORM = register(
+    Mod(
+        "fused_norm", True, "RMSNorm as one kernel each way (`fast.rms_norm_quantize` writes codes in the same pass)",
+        "none; the last bit may differ where a module rounds before the weight",
+        lambda m: is_norm_like(m) or isinstance(m, FusedRMSNorm), _fuse, _unfuse, lambda m: isinstance(m, FusedRMSNorm),
+        lambda place: "it is fused already" if isinstance(place.module, FusedRMSNorm) else norm_reason(place.module),
+        "open HSTU code: the norm writes bfloat16 and FP8 codes",
     )
 )  # fmt: skip
 

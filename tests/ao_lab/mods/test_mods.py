@@ -19,6 +19,7 @@ class Three(nn.Module):
         self.table = nn.EmbeddingBag(30, 24, mode="sum")
         self.q, self.k, self.v = nn.Linear(24, 24), nn.Linear(24, 8, bias=False), nn.Linear(24, 512)
         self.wide = nn.Linear(512, 512)
+        self.rms = nn.RMSNorm(512, eps=1e-6)
         self.norm, self.odd = nn.LayerNorm(512), nn.LayerNorm(24)
         self.act = nn.SiLU()
         self.head = nn.Linear(512, 1)
@@ -26,7 +27,7 @@ class Three(nn.Module):
     def forward(self, ids):
         x = self.odd(self.table(ids))
         y = self.v(x) + self.q(x).sum(-1, keepdim=True) + self.k(x).sum(-1, keepdim=True)
-        return self.head(self.act(self.norm(self.wide(y))))
+        return self.head(self.act(self.norm(self.wide(self.rms(y)))))
 
 
 IDS = torch.arange(24).reshape(6, 4)
@@ -57,7 +58,8 @@ def changed_by(model, mod, **options):
 
 WANTED = {
     "no_bias": {"q", "v", "wide"},
-    "block_norm": {"norm"},
+    "block_norm": {"norm", "rms"},
+    "fused_norm": {"rms"},
     "hard_swish": {"act"},
     "pad": {"q", "k", "v", "head"},
     "join_siblings": {"q", "k", "v"},
@@ -90,7 +92,7 @@ def test_each_matches_its_modules_and_undoes(model, name):
 def test_reports_say_why_others_stay(model):
     report = apply_mods_(model, ["no_bias", "block_norm", "hard_swish"])
     assert str(report).startswith(
-        "5 of 7 modules changed by mods; the function is another one: train with them"
+        "6 of 8 modules changed by mods; the function is another one: train with them"
     )
     reasons = {line.name: line.reason for line in report.left}
     assert reasons == {
