@@ -14,7 +14,7 @@ from tests.support.block_norm import CASES, operands
 
 def main(few: str = "") -> None:
     """Each case."""
-    for case in CASES[:2] if few else CASES:
+    for case in CASES[1:2] if few else CASES:
         _, activation, scheme, dtype, _ = case
         x, w, gain, bias = operands(case)
         expected = reference.linear_block_norm(
