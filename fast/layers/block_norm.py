@@ -127,7 +127,9 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> list[t
     x, w = _operands_of(record, values, operands)
     if host.refusal(x, w, out, getattr(torch, dtype), block) is not None:
         return None
-    gain, bias = operands[4].float(), None if operands[5] is None else operands[5].float()
+    if not all(part.is_contiguous() for part in (x.codes, x.scale, w.codes, w.scale)):
+        return None
+    gain, bias = (None if one is None else one.float().contiguous() for one in operands[4:6])
     return host.linear_block_norm(
         x, w, gain, bias, eps, activation == "hard_swish", out, getattr(torch, dtype)
     )

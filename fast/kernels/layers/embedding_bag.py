@@ -14,6 +14,7 @@ no load waits for a check.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -203,16 +204,17 @@ def embedding_bag(
     bags, width = len(offsets), q.shape[1]
     features = features if features > 0 and bags % features == 0 else 1
     out = q.codes.new_empty((bags, width), dtype=getattr(torch, dtype))
-    together = WARP // size
+    together, factors = WARP // size, None if weights is None else weights.contiguous()
     programs = -(-(bags // features) * (width // size) // together) * features
     # debug: for the assertion, without Triton's own of overflows.
     options = {} if interpreted() else {"num_warps": 1, "debug": True, "sanitize_overflow": False, **UNFUSED}
-    embedding_bag_kernel[(programs,)](
-        q.codes, q.scale, q.zero, ids.contiguous(), offsets.contiguous(), weights, out, len(ids), bags, q.shape[0],
-        padding, features, constants_of(q.scheme, "float32", not interpreted()), q.packed and q.scheme.format.bits < 8,
-        width // size, q.scale.shape[1], size, together, TOGETHER, mode == "mean", padding >= 0, dtype,
-        OUTSIDE, max(len(ids), bags) * (width // size) >= 1 << 30, **options,
-    )  # fmt: skip
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        embedding_bag_kernel[(programs,)](
+            q.codes, q.scale, q.zero, ids.contiguous(), offsets.contiguous(), factors, out, len(ids), bags, q.shape[0],
+            padding, features, constants_of(q.scheme, "float32", not interpreted()), q.packed and q.scheme.format.bits < 8,
+            width // size, q.scale.shape[1], size, together, TOGETHER, mode == "mean", padding >= 0, dtype,
+            OUTSIDE, max(len(ids), bags) * (width // size) >= 1 << 30, **options,
+        )  # fmt: skip
     return out
 
 
