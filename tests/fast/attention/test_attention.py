@@ -93,10 +93,8 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("what", "names"),
         [
-            ("attend", "value,fp8_static,int4_channels"),
-            pytest.param(
-                "attend", "fp8,int8,int8_window,int4,int4_window,int4_g64", marks=pytest.mark.nightly
-            ),
+            ("attend", "value,int4_g64,fp8_static,int4_channels"),
+            pytest.param("attend", "fp8,int8,int8_window,int4,int4_window", marks=pytest.mark.nightly),
             ("write", "bfloat16,static,window,channels"),
             pytest.param("write", ",".join(RECIPES), marks=pytest.mark.nightly),
         ],
