@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,11 @@ def probe_(
         ]
         models = {}
         for i, (name, recipe) in enumerate(recipes.items()):
-            found = measured_change(model, held, sites, recipe, outputs, seed) if held else None
+            found = (
+                measured_change(model, held, sites, recipe, outputs, seed, partial(attribution.weight, name))
+                if held
+                else None
+            )
             models[name] = ModelErrors(*attribution.predicted(name), attribution.spread, found)
             if progress is not None and held:
                 progress("measured", len(calls) + (i + 1) * len(held), total)

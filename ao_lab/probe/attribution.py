@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ao_lab.choose.scores import counted
-from ao_lab.probe.candidates import output_operands, reason_against
+from ao_lab.probe.candidates import reason_against
 from ao_lab.probe.sites import Site, matrix, watching
 from ao_lab.training.casts import STREAMS, Matrix, quantize_one
 from ao_lab.training.products import values
@@ -34,6 +34,8 @@ from reference.training.recipe import Recipe
 
 #: What a model returns as outputs (examples, ...) that are looked at: logits.
 Outputs = Callable[[Any], torch.Tensor]
+#: A site's weight as a candidate reads it, float32, from the weight in the dtype of its inputs.
+Weights = Callable[[Site, torch.Tensor], torch.Tensor]
 
 
 def outputs_of(output: Any) -> torch.Tensor:
@@ -146,15 +148,16 @@ class Attribution:
         a = values(quantize_one(x, recipe.output.a, self.seed, STREAMS["x"]), torch.float32)
         found = ((hadamard(back, length) if length else back) * (a - plain[0])).sum(1, dtype=torch.float64)
         if recipe.output.b.scheme is not None:
-            b = values(self._weight(name, recipe, site, w), torch.float32)
+            b = self.weight(name, site, w)
             found += ((g.float() @ (b - plain[1])) * a).sum(1, dtype=torch.float64)
         return found
 
-    def _weight(self, name: str, recipe: Recipe, site: Site, w: torch.Tensor) -> Matrix:
+    def weight(self, name: str, site: Site, w: torch.Tensor) -> torch.Tensor:
+        """A weight as a candidate reads it, float32; quantized once."""
         key = name, site.name
         if key not in self.quantized:
-            self.quantized[key] = quantize_one(w, recipe.output.b, self.seed, STREAMS["w"])
-        return self.quantized[key]
+            self.quantized[key] = quantize_one(w, self.recipes[name].output.b, self.seed, STREAMS["w"])
+        return values(self.quantized[key], torch.float32)
 
     def _by_example(self, site: Site, d: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Sums over the tokens of each example; where tokens cannot be told apart as many examples share their squares."""
@@ -191,8 +194,13 @@ class Attribution:
 
 
 @contextmanager
-def emulated(sites: Sequence[Site], recipe: Recipe, seed: int = 0) -> Iterator[None]:
-    """Inside, each site that can gives the product of quantized operands, in float32, plus its bias, in its outputs' dtype."""
+def emulated(
+    sites: Sequence[Site], recipe: Recipe, seed: int = 0, weights: Weights | None = None
+) -> Iterator[None]:
+    """Inside, each site that can gives the product of quantized operands, in float32, plus its bias, in its outputs' dtype.
+
+    weights: finds them where they were quantized before.
+    """
     handles: list[Any] = []
 
     def of(site: Site) -> Callable[..., Any]:
@@ -200,8 +208,14 @@ def emulated(sites: Sequence[Site], recipe: Recipe, seed: int = 0) -> Iterator[N
             module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
         ) -> torch.Tensor:
             x = (args[0] if args else next(iter(kwargs.values()))).detach()
-            a, b = output_operands(recipe, matrix(x), site.weight().to(x.dtype), seed)
-            y = F.linear(a.float(), b.float(), None if module.bias is None else module.bias.detach().float())
+            w = site.weight().to(x.dtype)
+            a = values(quantize_one(matrix(x), recipe.output.a, seed, STREAMS["x"]), torch.float32)
+            b = (
+                values(quantize_one(w, recipe.output.b, seed, STREAMS["w"]), torch.float32)
+                if weights is None
+                else weights(site, w)
+            )
+            y = F.linear(a, b, None if module.bias is None else module.bias.detach().float())
             return y.reshape(output.shape).to(output.dtype)
 
         return hook
@@ -223,13 +237,14 @@ def measured_change(
     recipe: Recipe,
     outputs: Outputs,
     seed: int = 0,
+    weights: Weights | None = None,
 ) -> float:
     """The root mean square change of an output of these batches with all sites in a candidate."""
     squares, count = 0.0, 0
     for call in calls:
         args, kwargs = call
         before = checked(outputs, model(*args, **kwargs))
-        with emulated(sites, recipe, seed):
+        with emulated(sites, recipe, seed, weights):
             after = checked(outputs, model(*args, **kwargs))
         change = (after - before).double()
         which = (
