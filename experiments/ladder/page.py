@@ -133,7 +133,8 @@ def acceptance_words(rows: Sequence[Row]) -> list[str]:
 
 def main_finding(rows: Sequence[Row]) -> str:
     """One line of the first page."""
-    return next(iter(means(rows)), "Stand-ins alone have been measured so far").rstrip(".")
+    otherwise = "Stand-ins alone have been measured so far" if rows else ""
+    return next(iter(means(rows)), otherwise).rstrip(".")
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
