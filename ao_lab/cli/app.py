@@ -348,6 +348,10 @@ def probe(
     tokens: Annotated[int, typer.Option(help="Tokens that are sampled of each layer's inputs.")] = 1024,
     windows: Annotated[int, typer.Option(help="Windows of text; a fourth is held out to measure by.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    directions: Annotated[
+        int,
+        typer.Option(min=1, help="Backward passes of each batch; more predict sharper from few examples."),
+    ] = 4,
     corpus_path: Annotated[
         Path | None,
         typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
@@ -366,7 +370,19 @@ def probe(
 
         where = device.value if device else None
         wanted = Wanted(
-            data, candidate or [], skip, windows, length, tokens, budget, seed, corpus_path, where, out, plot
+            data,
+            candidate or [],
+            skip,
+            windows,
+            length,
+            tokens,
+            budget,
+            directions,
+            seed,
+            corpus_path,
+            where,
+            out,
+            plot,
         )
         run_probe(model_dir, wanted, as_json)
 

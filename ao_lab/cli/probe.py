@@ -39,6 +39,7 @@ class Wanted:
     length: int = 512
     tokens: int = 1024
     budget: float = 0.05
+    directions: int = 4
     seed: int = 0
     corpus: Path | None = None
     device: str | None = None
@@ -83,7 +84,7 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
         with track_progress("probe", plain=as_json, transient=True) as work:
             report = probe_(
                 model, batches, recipes, filter_fn=linear_but(skipped), tokens=wanted.tokens, budget=wanted.budget,
-                seed=wanted.seed, progress=lambda what, done, total: work.at(done, what, total),
+                directions=wanted.directions, seed=wanted.seed, progress=lambda what, done, total: work.at(done, what, total),
             )  # fmt: skip
     except ValueError as error:
         raise WrongInput(str(error)) from error

@@ -88,7 +88,9 @@ def probe_(
                 if held
                 else None
             )
-            models[name] = ModelErrors(*attribution.predicted(name), attribution.spread, found)
+            models[name] = ModelErrors(
+                *attribution.predicted(name), attribution.spread, found, attribution.error(name)
+            )
             if progress is not None and held:
                 progress("measured", len(calls) + (i + 1) * len(held), total)
     return ProbeReport(judged(lines, models, budget), models, len(calls), _notes(note, attribution.unmatched))

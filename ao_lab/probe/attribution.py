@@ -186,6 +186,15 @@ class Attribution:
         whole = torch.stack(found)
         return float(whole.sum(0).square().mean().sqrt()), float(whole.square().mean(1).sum().sqrt())
 
+    def error(self, candidate: str) -> float | None:
+        """The standard error of the first of both numbers; None of a single example and direction."""
+        found = [d for site in self.sites if (d := self.of(candidate, site.name)) is not None]
+        whole = torch.stack(found).sum(0).square() if found else torch.zeros(0)
+        if len(whole) < 2:
+            return None
+        # Of a root: that of the mean square over twice the root.
+        return float(whole.std() / len(whole) ** 0.5 / (2 * whole.mean().sqrt().clamp_min(1e-300)))
+
     @property
     def spread(self) -> float:
         """The standard deviation of the outputs."""

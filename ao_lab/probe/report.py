@@ -65,13 +65,15 @@ class SiteLine:
 class ModelErrors:
     """One candidate for all sites: the root mean square change of an output, predicted and (None: not run) measured.
 
-    independent: predicted as if layers erred independently. outputs: the standard deviation of the outputs themselves.
+    independent: predicted as if layers erred independently. outputs: the standard deviation of the outputs themselves. error:
+    the standard error of what is predicted, from few examples and directions a large one.
     """
 
     predicted: float
     independent: float
     outputs: float
     measured: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class ProbeReport:
         if model is None:
             return text
         measured = "" if model.measured is None else f", measured {model.measured:.3g}"
-        moved = f"{model.predicted:.3g} (predicted{measured}; outputs have sd {model.outputs:.3g})"
+        give = "" if model.error is None else f" ± {model.error:.1g}"
+        moved = f"{model.predicted:.3g}{give} (predicted{measured}; outputs have sd {model.outputs:.3g})"
         return f"{text}; all in it move an output by {moved}"
 
     def cells(self, candidate: str) -> list[list[str]]:

@@ -55,6 +55,7 @@ def test_the_logits_change_is_predicted_within_ten_percent():
     report = probe_(network(), data(8), CANDIDATES, tokens=512)
     for name, model in report.models.items():
         assert model.predicted == pytest.approx(model.measured, rel=0.1), name
+        assert 0 < model.error < 0.1 * model.predicted
         shares = [line.candidates[name].variance.value for line in report.sites]
         assert sum(shares) == pytest.approx(model.independent**2, rel=1e-9)
 
