@@ -14,7 +14,7 @@ from experiments.models.hstu import TINY, RelativeBias, Sequences, by_kernel, pa
 #: Lengths and candidates of users: several tiles of queries, a user without history, without candidates, without tokens.
 BATCHES = {
     "tiles": ((300, 7, 130), (40, 7, 0)),
-    "few": ((65, 0, 64), (1, 0, 64)),
+    "few": ((140, 0, 64), (10, 0, 64)),
 }
 
 

@@ -11,11 +11,12 @@ if platform.system() != "Linux":
 from fast.kernels.attention import pointwise
 
 
-def test_interpreted():
+@pytest.mark.parametrize("name", ["few", pytest.param("tiles", marks=pytest.mark.nightly)])
+def test_interpreted(name):
     """Users of several tiles, without history, candidates or tokens; with and without tables of a bias."""
     from tests.emulator.interpreter_process import lines_of
 
-    assert lines_of("pointwise_attention") == ["tiles", "tiles, bias", "few", "few, bias"]
+    assert lines_of("pointwise_attention", name) == [name, f"{name}, bias"]
 
 
 def states(tokens, width=128, heads=4):
@@ -24,7 +25,7 @@ def states(tokens, width=128, heads=4):
     return q, k, v
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_compiled(biased):
     """DLRMv3's heads: both products by `wgmma`, one special function a score, no spills."""
     from tests.fast.kernels.compiling.kernel_compiler import launched
