@@ -25,8 +25,8 @@ from reference.probe.estimates import F64, Estimate, mean, quantile
 from reference.probe.faults import Case
 
 #: Standard errors that make a fault, and how much more error than a right kernel's at least. With scales that are powers of two
-#: the largest element of a row is rounded too, which is all of some rows' error (1.27 times seen; a cast that truncates: 1.6).
-ERRORS, MORE = 5.0, 1.4
+#: the largest element of a row is rounded too, which is all of some rows' error (1.27 times; a cast that truncates: from 1.33).
+ERRORS, MORE = 5.0, 1.3
 #: The same of one channel or token: scales rounded up to powers of two double the error of some.
 MORE_OF_ONE = 2.5
 #: The same of sums, whose error a right kernel has exactly: that of its outputs' rounding.
