@@ -86,6 +86,8 @@ def test_page():
     rows += [row("real m/full/text", ALL, "fp8", "perplexity, change", 0.05)]
     found = page.findings(rows)
     assert found[0] == "FP8 sums over 131072 tokens lose 50% in one chain and 0.01% in chains of 128."
-    assert found[1].startswith("Of needles among 131072 tokens are found 12% (exact), 12% (fp8 sums, one chain)")
+    assert found[1].startswith(
+        "Of needles among 131072 tokens are found 12% (exact), 12% (fp8 sums, one chain)"
+    )
     assert "fp8 0.05%" in found[2]
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
