@@ -3,10 +3,10 @@
 from ao_lab import jax as jax
 from ao_lab import optim as optim
 from ao_lab import testing as testing
+from ao_lab.attention.model import AttentionSettings as AttentionSettings
 from ao_lab.attention.model import use_attention_ as use_attention_
 from ao_lab.attention.sdpa import ReplacedAttention as ReplacedAttention
 from ao_lab.attention.sdpa import replace_sdpa_ as replace_sdpa_
-from ao_lab.attention.settings import AttentionSettings as AttentionSettings
 from ao_lab.calibration.methods import AWQ as AWQ
 from ao_lab.calibration.methods import GPTQ as GPTQ
 from ao_lab.calibration.methods import HQQ as HQQ

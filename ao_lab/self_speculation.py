@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.compile.fused_linears import compile_options
-from ao_lab.kv_cache.attention import NAME
+from ao_lab.kv_cache.attention import reader_of_caches
 from ao_lab.kv_cache.cache import KVCache
 from ao_lab.kv_cache.layer import KVLayer
 
@@ -91,7 +91,7 @@ class SelfSpeculation:
             raise ValueError(
                 f"{type(model).__name__} has layers with sliding windows, from which rejected drafts cannot be taken back"
             )
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(reader_of_caches(model))
         device = next(model.parameters()).device
         self.captured = device.type == "cuda" if captured is None else captured
         if self.captured and device.type != "cuda":

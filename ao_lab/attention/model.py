@@ -6,6 +6,7 @@ and caches of ours go on to the functions that have them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -13,10 +14,10 @@ from zlib import crc32
 import torch
 
 from ao_lab.attention.sdpa import attended
-from ao_lab.attention.settings import ATTRIBUTE, AttentionSettings
 from ao_lab.install.extras import needed
-from ao_lab.kv_cache.attention import UNKNOWN, attention_forward
+from ao_lab.kv_cache.attention import NAME, UNKNOWN, attention_forward, fresh_states, inner, takes_functions
 from ao_lab.kv_cache.layer import StoredStates
+from ao_lab.transforms.report import ATTENTION, KV_CACHE
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe, attention_recipe_of
 
 #: How names of functions begin; a recipe without a name goes by a checksum of its fields.
@@ -38,9 +39,7 @@ def forward(
     """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights. ValueError for what it would leave out."""
     others = ("softcap", "position_bias", *UNKNOWN)
     if isinstance(key, StoredStates) and key.fresh is not None and query.shape[2] > 1:
-        key, value = _fresh(key, value)
-        if attention_mask is not None:
-            attention_mask = attention_mask[..., : key.shape[2]]
+        key, value, attention_mask = fresh_states(key, value, attention_mask)
     if isinstance(key, StoredStates) or any(kwargs.get(name) is not None for name in others):
         return attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -56,11 +55,19 @@ def forward(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _fresh(key: StoredStates, value: StoredStates) -> tuple[Any, Any]:
-    """The states of this call, which are not held on to."""
-    fresh = key.fresh, value.fresh
-    key.fresh = value.fresh = None
-    return fresh
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What `use_attention_` has set; as a string, in a sentence.
+
+    recipe: of attention. name: of its function among transformers'. before: the model's own attention.
+    """
+
+    recipe: AttentionRecipe
+    name: str
+    before: str | None
+
+    def __str__(self) -> str:
+        return f"prefill by attention {self.name} ({self.recipe}); before: {self.before}"
 
 
 def register(recipe: AttentionRecipe, name: str) -> None:
@@ -74,8 +81,8 @@ def use_attention_(model: Any, recipe: str | AttentionRecipe | None = "int8") ->
     """Compute the attention of a transformers model's prompts in 8 bits, in place: what has been set.
 
     recipe: as in `replace_sdpa_`; None gives back what was before. Calls with fewer than 32 queries, of generation, go to
-    transformers' "sdpa"; with a cache of `use_kv_cache_`, which is called before, to its attention. Padding, sliding windows
-    and grouped queries are covered; training, dropout and masks that are added to scores go to "sdpa", with a warning.
+    transformers' "sdpa"; with a cache of `use_kv_cache_`, which is called before or after, to its attention. Padding, sliding
+    windows and grouped queries are covered; training, dropout and masks that are added to scores go to "sdpa", with a warning.
 
     TypeError for what is no transformers model, ValueError for an unknown recipe and for a model whose attention takes no
     function of ours; nothing has changed then.
@@ -85,35 +92,28 @@ def use_attention_(model: Any, recipe: str | AttentionRecipe | None = "int8") ->
             f"use_attention_ takes a transformers model, got {type(model).__name__}; for others there is "
             "ao_lab.replace_sdpa_"
         )
-    before = getattr(model, ATTRIBUTE, None)
+    model = inner(model)
+    before, cache = getattr(model, ATTENTION, None), getattr(model, KV_CACHE, None)
     if recipe is None:
         if before is not None:
-            model.set_attn_implementation(before.before or "sdpa")
-            delattr(model, ATTRIBUTE)
+            model.set_attn_implementation(before.before or "sdpa" if cache is None else NAME)
+            delattr(model, ATTENTION)
         return None
     record = attention_recipe_of(recipe)
-    _check(model)
-    named = [name for name, one in ATTENTION_RECIPES.items() if one == record]
-    name = PREFIX + (named[0] if named else f"{crc32(repr(record).encode()):08x}")
-    register(record, name)
-    was = before.before if before is not None else getattr(model.config, "_attn_implementation", None)
-    model.set_attn_implementation(name)
-    settings = AttentionSettings(record, name, was)
-    setattr(model, ATTRIBUTE, settings)
-    return settings
-
-
-def _check(model: Any) -> None:
-    """ValueError for a model whose layers call no function that its configuration names."""
-    asked = getattr(type(model), "_can_set_attn_implementation", None)
-    supported = getattr(model, "_supports_attention_backend", False) or getattr(
-        model, "_supports_sdpa", False
-    )
-    if not supported or (asked is not None and not asked()):
+    if not takes_functions(model):
         raise ValueError(
             f"the attention of {type(model).__name__} takes no function of others; use ao_lab.replace_sdpa_ where it calls "
             "torch's scaled_dot_product_attention"
         )
+    named = [name for name, one in ATTENTION_RECIPES.items() if one == record]
+    name = PREFIX + (named[0] if named else f"{crc32(repr(record).encode()):08x}")
+    register(record, name)
+    was = cache.attention if cache is not None else getattr(model.config, "_attn_implementation", None)
+    was = was if before is None else before.before
+    model.set_attn_implementation(name)
+    settings = AttentionSettings(record, name, was)
+    setattr(model, ATTENTION, settings)
+    return settings
 
 
-__all__ = ["use_attention_"]
+__all__ = ["AttentionSettings", "use_attention_"]

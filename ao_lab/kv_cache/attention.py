@@ -13,6 +13,7 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.layer import StoredStates
+from ao_lab.transforms.report import ATTENTION
 from fast.attention.attention import attention
 from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
@@ -49,9 +50,7 @@ def attention_forward(
     if isinstance(key, StoredStates) and key.fresh is None:
         return _stored(query, key, value, attention_mask, scaling, is_causal, softcap, position_bias), None
     if isinstance(key, StoredStates):
-        key, value = _fresh(key, value)
-        if attention_mask is not None:
-            attention_mask = attention_mask[..., : key.shape[2]]
+        key, value, attention_mask = fresh_states(key, value, attention_mask)
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
     if softcap is not None:
@@ -63,11 +62,13 @@ def attention_forward(
     return result
 
 
-def _fresh(key: StoredStates, value: StoredStates) -> tuple[Any, Any]:
-    """The states of this call, which are not held on to."""
-    fresh = key.fresh, value.fresh
+def fresh_states(
+    key: StoredStates, value: StoredStates, mask: torch.Tensor | None
+) -> tuple[Any, Any, torch.Tensor | None]:
+    """The states of this call, which are not held on to, and the mask of them alone."""
+    keys, values = key.fresh, value.fresh
     key.fresh = value.fresh = None
-    return fresh
+    return keys, values, mask if mask is None else mask[..., : keys.shape[2]]
 
 
 def _stored(
@@ -115,4 +116,37 @@ def register() -> None:
     masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)
 
 
-__all__ = ["NAME", "attention_forward", "register"]
+def reader_of_caches(model: Any) -> str:
+    """The name of the function that reads our caches: that of `use_attention_`, which hands them on, where it is set."""
+    return getattr(getattr(model, ATTENTION, None), "name", NAME)
+
+
+def inner(model: Any) -> Any:
+    """The transformers model in those of torch.compile and PEFT, whose attention and `generate` are its own."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def takes_functions(model: Any) -> bool:
+    """Whether the model's layers call the attention function that its configuration names."""
+    asked = getattr(type(model), "_can_set_attn_implementation", None)
+    supported = getattr(model, "_supports_attention_backend", False) or getattr(
+        model, "_supports_sdpa", False
+    )
+    return bool(supported and (asked is None or asked()))
+
+
+__all__ = [
+    "NAME",
+    "attention_forward",
+    "fresh_states",
+    "inner",
+    "reader_of_caches",
+    "register",
+    "takes_functions",
+]

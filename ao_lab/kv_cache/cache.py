@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ao_lab.install.extras import needed
-from ao_lab.kv_cache.attention import NAME, register
+from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, register, takes_functions
 from ao_lab.kv_cache.layer import KVLayer
-from ao_lab.kv_cache.recipe import ATTRIBUTE, CALIBRATED, STATIC, KVRecipe, recipe_of
+from ao_lab.kv_cache.recipe import CALIBRATED, STATIC, KVRecipe, recipe_of
 from ao_lab.kv_cache.static_scales import CacheScales, cache_scales
+from ao_lab.transforms.report import ATTENTION, KV_CACHE
 from fast.attention.stored import room_for
 
 cache_utils: Any = needed("transformers.cache_utils")
@@ -197,15 +198,16 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             f"use_kv_cache_ takes a transformers model that generates, got {type(model).__name__}; for a loop of your own pass "
             "past_key_values=ao_lab.KVCache(model, recipe, max_length)"
         )
-    model = _inner(model)
-    before = getattr(model, ATTRIBUTE, None)
+    model = inner(model)
+    before = getattr(model, KV_CACHE, None)
     if recipe is None:
         if before is not None:
-            model.set_attn_implementation(before.attention or "sdpa")
-            delattr(model, ATTRIBUTE)
+            if not hasattr(model, ATTENTION):
+                model.set_attn_implementation(before.attention or "sdpa")
+            delattr(model, KV_CACHE)
             delattr(model, METHOD)
         return None
-    if not _takes_functions(model):
+    if not takes_functions(model):
         raise ValueError(
             f"the attention of {type(model).__name__} takes no function of others, so that a cache in low precision has no "
             "reader; use transformers' own cache"
@@ -215,21 +217,10 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     scales_by_layer(model, chosen, bool(model.config.is_encoder_decoder))
     settings = _settings(model, chosen, before)
     register()
-    model.set_attn_implementation(NAME)
-    setattr(model, ATTRIBUTE, settings)
+    model.set_attn_implementation(reader_of_caches(model))
+    setattr(model, KV_CACHE, settings)
     setattr(model, METHOD, partial(prepare_cache, model))
     return settings
-
-
-def _inner(model: Any) -> Any:
-    """The transformers model in those of torch.compile and PEFT, whose `generate` is its own."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif callable(getattr(model, "get_base_model", None)):
-            model = model.get_base_model()
-        else:
-            return model
 
 
 def _check_attention(model: Any) -> None:
@@ -247,21 +238,14 @@ def _check_attention(model: Any) -> None:
             )
 
 
-def _takes_functions(model: Any) -> bool:
-    """Whether the model's layers call the attention function that its configuration names."""
-    asked = getattr(type(model), "_can_set_attn_implementation", None)
-    supported = getattr(model, "_supports_attention_backend", False) or getattr(
-        model, "_supports_sdpa", False
-    )
-    return bool(supported and (asked is None or asked()))
-
-
 def _settings(model: Any, recipe: KVRecipe, before: KVCacheSettings | None) -> KVCacheSettings:
     config = model.config.get_text_config(decoder=True)
     layers = _layers(config, recipe, 1, False)
     ours = sum(isinstance(layer, KVLayer) for layer in layers)
     heads, width = _heads(config)
-    attention = before.attention if before is not None else config._attn_implementation
+    prefill = getattr(model, ATTENTION, None)
+    attention = config._attn_implementation if prefill is None else prefill.before
+    attention = attention if before is None else before.attention
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 2)
     return KVCacheSettings(
         recipe, attention, ours, len(layers) - ours, ours * recipe.bytes_per_token(heads, width, size),
@@ -293,7 +277,7 @@ def prepare_cache(
     max_cache_length: int,
 ) -> None:  # fmt: skip
     """In place of transformers' method of that name: the cache of a call of `generate`."""
-    name, settings = "past_key_values", getattr(model, ATTRIBUTE)
+    name, settings = "past_key_values", getattr(model, KV_CACHE)
     given = model_kwargs.get(name)
     own = given is None and generation_config.use_cache is not False
     if (

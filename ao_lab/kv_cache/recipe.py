@@ -20,8 +20,6 @@ from reference.quantize.blocks import Blocks
 from reference.quantize.scales import stored_parts
 from reference.schemes.schemes import scheme_of
 
-#: Where a model has what `use_kv_cache_` set.
-ATTRIBUTE = "_ao_lab_kv_cache"
 #: What a recipe says of states that stay as they are.
 UNCHANGED = "as they are"
 #: NVFP4 without a scale of the whole tensor, which a cache that grows does not know: e4m3 scales of 16 elements alone.

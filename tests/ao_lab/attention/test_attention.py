@@ -81,6 +81,13 @@ def test_padding_and_static_cache(model):
     ao_lab.use_attention_(model, None)
     assert model.config._attn_implementation == "ao_lab"
     ao_lab.use_kv_cache_(model, None)
+    ao_lab.use_attention_(model, "int8")  # the other way round
+    assert ao_lab.use_kv_cache_(model, "fp8").attention == "sdpa"
+    first.append(model.generate(ids, **more).logits[0])
+    ao_lab.use_kv_cache_(model, None)
+    assert model.config._attn_implementation == "ao_lab_int8"
+    ao_lab.use_attention_(model, None)
+    assert model.config._attn_implementation == "sdpa"
     assert all(torch.equal(one, first[0]) for one in first)
 
 
