@@ -15,9 +15,9 @@ import torch
 
 from ao_lab.attention.sdpa import attended
 from ao_lab.install.extras import needed
+from ao_lab.kv_cache import ATTENTION, KV_CACHE
 from ao_lab.kv_cache.attention import NAME, UNKNOWN, attention_forward, fresh_states, inner, takes_functions
 from ao_lab.kv_cache.layer import StoredStates
-from ao_lab.transforms.report import ATTENTION, KV_CACHE
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe, attention_recipe_of
 
 #: How names of functions begin; a recipe without a name goes by a checksum of its fields.

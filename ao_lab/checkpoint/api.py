@@ -74,12 +74,12 @@ from ao_lab.checkpoint.plain_readers import (
 from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.config.recipe import Recipe
+from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
-from ao_lab.transforms.report import KV_CACHE
 from reference.arrays.namespace import choice
 
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ao_lab.install.extras import needed
+from ao_lab.kv_cache import ATTENTION
 from ao_lab.kv_cache.layer import StoredStates
-from ao_lab.transforms.report import ATTENTION
 from fast.attention.attention import attention
 from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
@@ -66,7 +66,8 @@ def fresh_states(
     key: StoredStates, value: StoredStates, mask: torch.Tensor | None
 ) -> tuple[Any, Any, torch.Tensor | None]:
     """The states of this call, which are not held on to, and the mask of them alone."""
-    keys, values = key.fresh, value.fresh
+    keys: Any = key.fresh
+    values = value.fresh
     key.fresh = value.fresh = None
     return keys, values, mask if mask is None else mask[..., : keys.shape[2]]
 

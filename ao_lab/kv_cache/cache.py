@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ao_lab.install.extras import needed
+from ao_lab.kv_cache import ATTENTION, KV_CACHE
 from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, register, takes_functions
 from ao_lab.kv_cache.layer import KVLayer
 from ao_lab.kv_cache.recipe import CALIBRATED, STATIC, KVRecipe, recipe_of
 from ao_lab.kv_cache.static_scales import CacheScales, cache_scales
-from ao_lab.transforms.report import ATTENTION, KV_CACHE
 from fast.attention.stored import room_for
 
 cache_utils: Any = needed("transformers.cache_utils")

@@ -17,8 +17,6 @@ from ao_lab.transforms.layers import shorten
 ATTRIBUTE = "ao_lab_report"
 #: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
 SPARSITY = "ao_lab_sparsity"
-#: Where it keeps what `use_attention_` and `use_kv_cache_` set.
-ATTENTION, KV_CACHE = "_ao_lab_attention", "_ao_lab_kv_cache"
 
 
 @dataclass(frozen=True)
