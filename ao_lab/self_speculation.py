@@ -14,7 +14,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class SelfSpeculation:
     several tokens may choose the other, as in any speculative decoding; and of a recipe that keeps the last tokens as computed
     (`residual`), those that rejected drafts pushed out come back as they are stored.
 
-    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows.
+    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows
+    or with states of a recurrence or convolution.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class SelfSpeculation:
         self.cache = KVCache(model, kv_cache, max_length + drafts + 1)
         if not all(isinstance(layer, KVLayer) for layer in self.cache.layers):
             raise ValueError(
-                f"{type(model).__name__} has layers with sliding windows, from which rejected drafts cannot be taken back"
+                f"{type(model).__name__} has layers with sliding windows or states, from which rejected drafts cannot be "
+                "taken back"
             )
         model.set_attn_implementation(reader_of_caches(model))
         device = next(model.parameters()).device
@@ -112,8 +114,11 @@ class SelfSpeculation:
         self._replay: Callable[[], None] | None = None
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None = None) -> Speculated:
-        """Tokens (1, prompt) to (1, prompt + new); fewer new ones where eos_token_id came, which is the last then.
+    def generate(
+        self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | Sequence[int] | None = None
+    ) -> Speculated:
+        """Tokens (1, prompt) to (1, prompt + new); fewer new ones where eos_token_id came, or one of several (as of a model's
+        `generation_config`), which is the last then.
 
         ValueError for more than one sequence, an empty prompt, and tokens beyond `max_length`.
         """
@@ -122,11 +127,12 @@ class SelfSpeculation:
             self._capture(input_ids)
         prompt, wanted = input_ids.shape[1], input_ids.shape[1] + max_new_tokens
         known = int(self.length)
-        end = self._end(prompt, known, eos_token_id)
+        ends = torch.as_tensor([] if eos_token_id is None else eos_token_id, device=self.places.device)
+        end = self._end(prompt, known, ends)
         while known < wanted and end is None:
             self.step()
             before, known = known, int(self.length)
-            end = self._end(before, known, eos_token_id)
+            end = self._end(before, known, ends)
         tokens = self.tokens[:, : min(known, wanted, end or wanted)].clone()
         return Speculated(tokens, int(self.rounds), int(self.accepted), self.drafts)
 
@@ -194,10 +200,12 @@ class SelfSpeculation:
         for layer in self.cache.layers[:layers]:
             layer.forget(count)
 
-    def _end(self, first: int, known: int, eos_token_id: int | None) -> int | None:
-        """How many tokens there are up to the first eos_token_id of those from `first` on; None without one."""
-        new = [] if eos_token_id is None else self.tokens[0, first:known].tolist()
-        return first + new.index(eos_token_id) + 1 if eos_token_id in new else None
+    def _end(self, first: int, known: int, ends: Tensor) -> int | None:
+        """How many tokens there are up to the first of `ends` among those from `first` on; None without one."""
+        if not ends.numel():
+            return None
+        places = torch.isin(self.tokens[0, first:known], ends).nonzero()
+        return first + int(places[0]) + 1 if len(places) else None
 
     def _capture(self, input_ids: Tensor) -> None:
         """Record a round, and read the prompt again, whose state the recording's warm-up has used."""

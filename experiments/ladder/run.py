@@ -176,6 +176,7 @@ class Bench:
                         else self.deadline.reason(case.subject.seconds[compiles])
                     )
                     values = status(reason) if reason else attempt(partial(self.whole, measure, case))
+                    self.give_back()  # not in `whole`: while an error is raised, its frames hold the work
                     self.put(kind, case, values)
                     if self.found is not None:
                         self.put(TRACE, case, self.found)
@@ -218,13 +219,12 @@ class Bench:
 
     @torch.no_grad()
     def whole(self, measure: Callable[[Case], Values], case: Case) -> Values:
-        """Values of a case. Programs are forgotten after it, and what they hold of the GPU."""
+        """Values of a case. Programs are forgotten after it."""
         try:
             return measure(case)
         finally:
             if case.levers.compiled:
                 torch.compiler.reset()
-            self.give_back()
 
     def batch(self, case: Case) -> int:
         """Units of the batch at once."""
@@ -270,6 +270,9 @@ class Bench:
             plain = self.work(case, case.levers.plain)
             plain.prepare()
             self._plain = where, plain.outputs().clone()
+            # A loop is a cycle: its cache would stand beside that of the case, for which the largest batch has no room.
+            del plain
+            self.give_back()
         return self._plain[1]
 
     def timed(self, case: Case) -> Values:

@@ -93,6 +93,9 @@ def test_it_ends_with_the_end_token_and_can_be_called_again():
         )
         assert torch.equal(speculation.generate(PROMPT, 16).tokens, plain)
     assert torch.equal(speculation.generate(PROMPT, 1).tokens, plain[:, :8])
+    several = [60 if end != 60 else 59, end]
+    first = min(place for one in several for place in (plain[0, 7:] == one).nonzero().flatten().tolist())
+    assert torch.equal(speculation.generate(PROMPT, 16, several).tokens, plain[:, : 7 + first + 1])
 
 
 def test_the_model_is_left_alone():
@@ -133,5 +136,5 @@ def test_calls_that_cannot_be():
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=61, sliding_window=8,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="sliding windows"):
+    with pytest.raises(ValueError, match="sliding windows or states"):
         SelfSpeculation(transformers.MistralForCausalLM(mistral), exit_layer=1)

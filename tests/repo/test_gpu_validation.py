@@ -249,9 +249,10 @@ def living(run):
     run.same("decode", "0-d", np.array(1, np.uint8), "int4")
 
 
-def test_a_process_that_dies(monkeypatch):
+@pytest.mark.parametrize("method", fresh_processes.CONTEXTS)
+def test_a_process_that_dies(method, monkeypatch):
     """Its job has failed; the other one is done by a fresh process."""
-    monkeypatch.setattr(pool, "CONTEXT", fresh_processes.context())
+    monkeypatch.setattr(pool, "CONTEXT", fresh_processes.context(method))
     jobs = [Job("f", "dying", "quantize", dying, weight=2.0), Job("f", "living", "decode", living)]
     results = {done.job.label: done for done in run_jobs(jobs, SETTINGS, workers=1)}
     assert "exit code 3" in text(results["dying"].checks)

@@ -137,7 +137,7 @@ def pointwise_attention(
 
     starts, lengths, history: (users) int64, of each user its first token, its tokens, those before its candidates. longest: at
     least all lengths. divisor: N. times: (T) int64, ascending for a user, with float tables: positions (distances) and buckets.
-    ValueError for widths that are none of WIDTHS, and heads that do not lie together.
+    ValueError for widths that are none of WIDTHS, heads that do not lie together, shapes that differ, a part of a bias.
     """
     refused = refusal(q, k, v)
     if refused:
@@ -146,6 +146,8 @@ def pointwise_attention(
     if not q.numel():
         return y
     biased = times is not None
+    if biased != (positions is not None) or biased != (buckets is not None):
+        raise ValueError("times, positions and buckets of a bias come together; leave all three out for none")
     if positions is not None and positions.shape[0] < longest:
         raise ValueError(
             f"positions has {positions.shape[0]} distances, and users have up to {longest} tokens"
@@ -178,6 +180,9 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
             return f"q, k and v are bfloat16 or all float16, got {name} of {x.dtype}"
         if x.stride()[1:] != (x.shape[2], 1):
             return f"heads of {name} lie one after the other, got strides {x.stride()} of {tuple(x.shape)}"
+    if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        return f"k has the shape of q, and v its tokens and heads, got {shapes}"
     return None
 
 

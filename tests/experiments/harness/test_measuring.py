@@ -21,10 +21,10 @@ from tests.experiments.harness import tiny, works
 from tests.support.runs import fresh_processes
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Processes that need not import torch anew."""
-    monkeypatch.setattr(measuring, "SPAWN", fresh_processes.context())
+@pytest.fixture(params=fresh_processes.CONTEXTS)
+def quick(request, monkeypatch):
+    """Processes that need not import torch anew, and by night as a run starts them."""
+    monkeypatch.setattr(measuring, "SPAWN", fresh_processes.context(request.param))
 
 
 def gather(found):

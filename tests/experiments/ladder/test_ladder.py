@@ -1,5 +1,7 @@
 """Rungs do what their names say, are measured whole, and become rows and a page."""
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 
@@ -178,6 +180,29 @@ def test_every_configuration_is_asked_for_evidence(tmp_path, monkeypatch):
     bench = run.Bench(settings_for("quick", "cpu", tmp_path), Journal(), run.Deadline(None))
     with pytest.raises(Wrong, match="weights did not change"):
         bench.whole(bench.timed, run.Case(LLAMA, EAGER, 1))
+
+
+def test_a_case_begins_without_the_memory_of_others(tmp_path, monkeypatch):
+    """A case that failed and the loop that outputs are compared with are cycles, for which the collector has to come."""
+    monkeypatch.setattr(run.Bench, "give_back", lambda self: gc.collect(1))
+    bench = run.Bench(settings_for("quick", "cpu", tmp_path), Journal(), run.Deadline(None))
+    loops, alive = [], []
+
+    def prepare(loop):
+        alive.append(sum(one() is not None for one in loops))
+        loops.append(weakref.ref(loop))
+        Loop.begin(loop)
+        if loop.levers == EAGER:
+            raise Wrong("of the first case")
+
+    monkeypatch.setattr(work.Tokens, "prepare", prepare)
+    gc.disable()
+    try:
+        cases = [run.Case(LLAMA, one, 1) for one in (EAGER, Levers(attention=True))]
+        bench.rows_of(run.KIND, bench.timed, cases)
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
 
 
 def test_what_does_not_apply_says_why():

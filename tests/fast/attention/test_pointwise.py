@@ -51,6 +51,9 @@ def test_compiled(biased):
             lambda q, k, v: (q, k.transpose(0, 1).contiguous().transpose(0, 1), v),
             "heads of k lie one after the other",
         ),
+        (lambda q, k, v: (q, states(64, 64)[1], v), "k has the shape of q"),
+        (lambda q, k, v: (q, states(64, heads=2)[1], v), "k has the shape of q"),
+        (lambda q, k, v: (q, k, v[:63]), "v its tokens and heads"),
     ],
 )
 def test_what_is_refused(change, words):
@@ -60,3 +63,6 @@ def test_what_is_refused(change, words):
     short = (torch.zeros(64, dtype=torch.int64), torch.zeros(32), torch.zeros(64))
     with pytest.raises(ValueError, match="has 32 distances"):
         pointwise.pointwise_attention(*states(64), *users, 64, 0.1, 64.0, *short)
+    for part in ({"times": short[0]}, {"positions": torch.zeros(64), "buckets": short[2]}):
+        with pytest.raises(ValueError, match="come together"):
+            pointwise.pointwise_attention(*states(64), *users, 64, 0.1, 64.0, **part)
