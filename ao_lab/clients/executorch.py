@@ -106,11 +106,15 @@ def _unsupported(weight: QuantizedTensor, recipe: Recipe) -> str | None:
     scheme, inputs = recipe.weight, recipe.activation
     if isinstance(weight, SparseQuantizedTensor) or weight.meta.transposed or weight.block_axis != -1:
         return "only plain matrices with blocks along K are exported"
-    if inputs is None or numerics(inputs) != numerics(SCHEMES["int8_rowwise_asymmetric"]):
+    if recipe.rotation:
+        return "inputs are not rotated there"
+    static = weight.input_scale is not None
+    if static or inputs is None or numerics(inputs) != numerics(SCHEMES["int8_rowwise_asymmetric"]):
         return "inputs are int8 with a zero point for each token there"
     block: Any = scheme.scale.block
     grouped = isinstance(block, int) and block > 0
-    if scheme.zero is not None or scheme.outer is not None or scheme.scale.storage not in ("float32",):
+    decoded = scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
+    if scheme.zero is not None or scheme.outer is not None or not decoded:
         return "weights are symmetric integers with float32 scales there"
     if scheme.element == "int8" and block == -1:
         return None

@@ -100,7 +100,7 @@ def _written(weight: QuantizedTensor) -> tuple[dict[str, Any], dict[str, torch.T
         raise ValueError(f"{recipe} quantizes or rotates inputs; {WAY_OUT}")
     q = unpacked(weight.cpu().quantized)  # type: ignore[attr-defined]
     mode = MODES.get(q.scheme.element)
-    if mode is not None and q.scheme.scale.storage == "float8_e8m0fnu":
+    if mode is not None and (q.scheme.scale.storage, q.scheme.scale.block) == ("float8_e8m0fnu", 32):
         bits = q.scheme.format.bits
         codes = nibbles(q.codes) if bits == 4 else q.codes
         return {"group_size": 32, "bits": bits, "mode": mode}, {

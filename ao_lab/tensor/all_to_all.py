@@ -11,6 +11,7 @@ FP8 takes 132 bytes for 128 elements, bfloat16 256. How long that takes depends 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ def all_to_all_rows(
     their dtype).
 
     ValueError for splits that are not the group's or not x's, for a scheme whose scales are not of rows alone, and where there
-    is no process group; TypeError for x that is no tensor. Nothing was sent then. Every rank has to call it with the same
-    schemes.
+    is no process group; TypeError for x that is no tensor and splits that are no integers. Nothing was sent then. Every rank
+    has to call it with the same schemes.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"all_to_all_rows takes a torch tensor, got {type(x).__name__}: {x!r:.60}")
@@ -52,21 +53,21 @@ def all_to_all_rows(
         raise ValueError(
             "all_to_all_rows sends between the ranks of a process group; init_process_group makes one"
         )
-    ranks = dist.get_world_size(group)
+    ranks, send, receive = dist.get_world_size(group), list(map(index, send)), list(map(index, receive))
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(
             f"all_to_all_rows sends rows of a matrix of floats, got {x.dtype} of shape {tuple(x.shape)}"
         )
     if len(send) != ranks or len(receive) != ranks or sum(send) != len(x) or min(*send, *receive) < 0:
         raise ValueError(
-            f"splits {list(send)} and {list(receive)} of {len(x)} rows among {ranks} ranks: one number a rank each, those of "
+            f"splits {send} and {receive} of {len(x)} rows among {ranks} ranks: one number a rank each, those of "
             f"send add up to the rows"
         )
     for one in (scheme, gradient):
         if one is not None:
             row_bytes(one, x.shape[1])
     result: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        x, list(send), list(receive), scheme, gradient, group
+        x, send, receive, scheme, gradient, group
     )
     return result
 
@@ -128,13 +129,13 @@ def _sent(x: torch.Tensor, send: list[int], receive: list[int], group: Any) -> t
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """A row's part as bytes."""
-    return part.contiguous().view(torch.uint8)
+    """A row's part as bytes; of no rows too, whose strides say nothing."""
+    return part.reshape(-1).view(torch.uint8).reshape(len(part), part.shape[1] * part.itemsize)
 
 
 def _from_bytes(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same back; a copy, since other parts lie between its rows."""
-    return part.contiguous().view(dtype)
+    """The same back; a copy, also of one row or none, since other parts lie between rows and before them."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 __all__ = ["all_to_all_rows", "row_bytes"]

@@ -19,7 +19,7 @@ from ao_lab.checkpoint.io.files import refuse_folders, staged
 from ao_lab.clients.onnx.layers import onnx_layer
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.layers import check_model
+from ao_lab.transforms.layers import check_model, full_name
 
 #: DequantizeLinear has blocks since 21.
 OPSET = 21
@@ -60,10 +60,10 @@ def export_onnx(
     path.parent.mkdir(parents=True, exist_ok=True)
     names = {"input_names": input_names, "output_names": output_names}
     options: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
-    with _as_operators(model), warnings.catch_warnings(), torch.no_grad():
+    with _as_operators(model) as exported, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program: Any = torch.onnx.export(
-            model, tuple(args), kwargs=dict(kwargs or {}), dynamo=True, opset_version=OPSET, verbose=False,
+            exported, tuple(args), kwargs=dict(kwargs or {}), dynamo=True, opset_version=OPSET, verbose=False,
             dynamic_shapes=dynamic_shapes, **options,
         )  # fmt: skip
     with staged(path.parent) as place:
@@ -79,39 +79,53 @@ KINDS = ("MatMulNBits", "MatMulBnb4", "DequantizeLinear", "QuantizeLinear", "Mat
 
 
 @contextmanager
-def _as_operators(model: nn.Module) -> Iterator[None]:
-    """The model with modules for ONNX in the places of its quantized linear layers."""
+def _as_operators(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with modules for ONNX in the places of its quantized linear layers; such a module where the model is one."""
+    layers = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    }
+    _check(model, {full_name(name, "weight") for name in layers.values()})
+    made: dict[nn.Module, nn.Module] = {}
+    for module, name in layers.items():
+        try:
+            made[module] = _replacement(module)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if name else str(error)) from error
+    # A layer may stand at several places, of one owner too.
     places = [
         (owner, leaf, module)
         for owner in model.modules()
-        for leaf, module in owner.named_children()
-        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+        for leaf, module in owner._modules.items()
+        if module in made
     ]
-    paths = {module: name for name, module in model.named_modules()}
-    _check(model, {paths[module] for _, _, module in places})
-    made: dict[nn.Module, nn.Module] = {}
-    for _, _, module in places:
-        try:
-            if not isinstance(module, nn.Linear):
-                raise ValueError(
-                    f"quantized weights of {type(module).__name__} are not exported; leave them dense"
-                )
-            weight: Any = module.weight
-            made[module] = onnx_layer(weight.detach(), module.bias)
-        except ValueError as error:
-            raise ValueError(f"{paths[module]}: {error}") from error
     try:
         for owner, leaf, module in places:
             setattr(owner, leaf, made[module])
-        yield
+        yield made.get(model, model)
     finally:
         for owner, leaf, module in places:
             setattr(owner, leaf, module)
 
 
-def _check(model: nn.Module, layers: set[str]) -> None:
+def _replacement(module: nn.Module) -> nn.Module:
+    """The module that stands for a quantized layer; ValueError where the layer computes more than it does."""
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"quantized weights of {type(module).__name__} are not exported; leave them dense")
+    own = type(module).forward is not nn.Linear.forward or "forward" in vars(module)
+    if own or module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"{type(module).__name__} has {'a forward' if own else 'hooks'} of its own, which the file would not have; "
+            f"remove them, or leave the layer dense"
+        )
+    weight: Any = module.weight
+    return onnx_layer(weight.detach(), module.bias)
+
+
+def _check(model: nn.Module, weights: set[str]) -> None:
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedTensor) and name.removesuffix(".weight") not in layers:
+        if isinstance(parameter, QuantizedTensor) and name not in weights:
             raise ValueError(
                 f"{name}: quantized weights are exported in nn.Linear alone; leave this one dense"
             )

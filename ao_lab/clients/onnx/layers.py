@@ -230,7 +230,7 @@ def onnx_layer(weight: QuantizedTensor, bias: torch.Tensor | None) -> nn.Module:
     q = unpacked(weight.quantized)
     if recipe.activation is not None:
         return _by_int8(weight, q, bias)
-    if q.scheme.element in DTYPES and q.outer is None:
+    if q.scheme.element in DTYPES and q.outer is None and q.scheme.scale.stored == "decode":
         return Float8Linear(q, bias)
     if q.scheme.element == "nf4" and q.scheme.scale.flat_size:
         return Nf4Linear(q, bias)

@@ -1,5 +1,7 @@
 """ExecuTorch programs, run by its runtime where it is installed; what it would compute wrongly is refused before."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,22 @@ def test_what_would_be_computed_wrongly_is_refused(case):
     config, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         torchao_tensor(model_of(config)[0].weight.detach())
+
+
+@pytest.mark.parametrize("change", ["rotation", "static scale", "scales for encoding"])
+def test_fields_of_a_weight_that_torchao_s_tensor_has_not_are_refused(change):
+    pytest.importorskip("torchao")
+    weight = model_of(RIGHT["int4_g64"])[0].weight.detach()
+    scheme, message = weight.scheme, "inputs are int8 with"
+    if change == "rotation":
+        weight, message = weight.with_recipe(rotation=64), "rotated by 64: inputs are not rotated"
+    elif change == "static scale":
+        weight = weight.remade({**weight.parts, "input_scale": torch.ones(())})
+    else:
+        scale = replace(scheme.scale, stored="encode")
+        weight, message = weight.with_recipe(weight=replace(scheme, scale=scale)), "with float32 scales"
+    with pytest.raises(ValueError, match=message):
+        torchao_tensor(weight)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,6 +1,7 @@
 """Folders for mlx-lm: words, scales and biases by hand, and as mlx itself reads them where it is installed."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 import ao_lab
 from ao_lab import SchemeConfig, save_mlx
+from reference import SCHEMES
 
 transformers = pytest.importorskip("transformers")
 #: Schemes, and mode, bits and group of each.
@@ -17,6 +19,7 @@ HELD = {
     "int2_g32_asymmetric": ("affine", 2, 32), "int3_g32": ("affine", 4, 32), "mxfp4": ("mxfp4", 4, 32),
     "mxfp8_e4m3": ("mxfp8", 8, 32),
 }  # fmt: skip
+MXFP4 = SCHEMES["mxfp4"]
 REFUSED = {
     "nvfp4": (SchemeConfig(scheme="nvfp4"), "q_proj.weight: nvfp4 is no integer times a scale; mlx holds"),
     "inputs": (
@@ -24,6 +27,10 @@ REFUSED = {
         "quantizes or rotates inputs",
     ),
     "blocks": (SchemeConfig(scheme="int4_g16"), "blocks of mlx are 32, 64, 128 elements"),
+    "MX blocks": (
+        SchemeConfig(scheme=replace(MXFP4, name="mxfp4_g64", scale=replace(MXFP4.scale, block=64))),
+        "mxfp4_g64 is no integer",
+    ),
     "e5m2": (SchemeConfig(scheme="mxfp8_e5m2"), "mxfp8_e5m2 is no integer"),
 }
 

@@ -8,7 +8,7 @@ from tests.support.distributed.ranks import check_on_ranks
 
 
 def test_two_ranks_have_the_bits_and_gradients_of_one_process():
-    check_on_ranks("embeddings.both")
+    check_on_ranks("embeddings.all_checks")
 
 
 def test_bytes_of_a_row():

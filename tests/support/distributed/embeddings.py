@@ -69,8 +69,20 @@ def unequal():
         given = {"x": x, "send": send, "receive": receive} | change
         with pytest.raises(ValueError, match=message):
             all_to_all_rows(**given)
+    with pytest.raises(TypeError, match="integer"):
+        all_to_all_rows(x, [2.0, 2.0], receive)
 
 
-def both():
+def one_row_or_none():
+    """A rank to which one row comes and one to which none does: parts of 32, 8 and 2 bytes, which lie at no multiple of 4."""
+    rank = dist.get_rank()
+    x = torch.randn(1 - rank, WIDTH, device=DEVICE)
+    send, receive = ([1, 0], [1, 0]) if rank == 0 else ([0, 0], [0, 0])
+    for scheme in ("int4_g32_asymmetric", "fp8_rowwise"):
+        assert torch.equal(all_to_all_rows(x, send, receive, scheme), rounded(x, scheme))
+
+
+def all_checks():
     exchange()
     unequal()
+    one_row_or_none()

@@ -8,7 +8,8 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Int8StaticActivationInt8WeightConfig, QuantizedTensor, SchemeConfig, export_onnx
-from ao_lab.clients.onnx.layers import RoundedInputs, onnx_layer
+from ao_lab.clients.onnx.export import _as_operators
+from ao_lab.clients.onnx.layers import NBitsLinear, RoundedInputs, onnx_layer
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -157,6 +158,10 @@ REFUSED = {
         SchemeConfig(scheme="mxfp8_e4m3", activation_scheme="mxfp8_e4m3"),
         "0: mxfp8_e4m3 is no integer",
     ),
+    "scales for encoding": (
+        SchemeConfig(scheme="torchao.fp8_rowwise_training"),
+        "0: torchao.fp8_rowwise_training is no integer",
+    ),
     "groups": (
         SchemeConfig(scheme="int8_g32", activation_scheme="int8_rowwise"),
         "weights are int8_rowwise or",
@@ -175,6 +180,41 @@ def test_what_has_no_operator_is_refused_and_nothing_is_written(case, tmp_path):
         export_onnx(model, (torch.ones(2, 64),), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
     assert model[0] is layer
+
+
+class Twice(nn.Linear):
+    """A layer that multiplies twice its input."""
+
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+@pytest.mark.parametrize("own", ["forward", "forward of an object", "hooks"])
+def test_layers_that_compute_more_are_refused(own, tmp_path):
+    """What stands for a linear layer in the file would leave it out."""
+    layer = (Twice if own == "forward" else nn.Linear)(64, 32)
+    ao_lab.quantize_(layer, SchemeConfig(scheme="int8_rowwise"))
+    if own == "hooks":
+        layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    if own == "forward of an object":
+        layer.forward = lambda x: nn.functional.linear(2 * x, layer.weight)
+    with pytest.raises(ValueError, match=f"0: {type(layer).__name__} has .*{own[:5]}.* of its own"):
+        export_onnx(nn.Sequential(layer), (torch.ones(2, 64),), tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_place_of_a_layer_is_exported_and_a_model_that_is_one():
+    layer = nn.Linear(32, 32)
+    ao_lab.quantize_(layer, SchemeConfig(scheme="int8_rowwise"))
+    model = nn.Module()
+    model.first = model.second = layer
+    with _as_operators(model) as exported:
+        assert exported is model
+        assert isinstance(model.first, NBitsLinear)
+        assert model.second is model.first
+    assert model.first is model.second is layer
+    with _as_operators(layer) as exported:
+        assert isinstance(exported, NBitsLinear)
 
 
 def test_other_dtypes_and_modules_are_refused(tmp_path):
