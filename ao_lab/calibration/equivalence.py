@@ -20,7 +20,7 @@ stays what it was to the precision of the weights that are divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from torch import nn
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import Seen, observe
 from ao_lab.transforms.layers import TABLES, is_linear, is_transposed
-from ao_lab.transforms.walk import Block, tensors
+from ao_lab.transforms.walk import Block, leaves, tensors
 
 #: What a producer scales by: its gain, 1 + its gain, its rows.
 GAIN, OFFSET_GAIN, ROWS = "gain", "offset gain", "rows"
@@ -181,11 +181,11 @@ def _heads(modules: dict[str, nn.Module], name: str, count: int, width: int) -> 
 
 
 def _run_once(block: Block) -> list[torch.Tensor]:
-    """What the block returns of the first batch."""
-    for _, output in block.outputs():
-        return (
-            [x.detach().clone() for x in tensors(output)] if isinstance(output, tuple) else tensors([output])
-        )
+    """What the block returns of the first batch, and what it leaves in mappings that blocks share."""
+    for batch, output in block.outputs():
+        args, kwargs = block.capture.calls[batch][block.index]
+        shared = [one for one in leaves([args, list(kwargs.values())]) if isinstance(one, Mapping)]
+        return [x.detach().clone() for x in tensors([output, *(list(one.values()) for one in shared)])]
     return []
 
 

@@ -7,7 +7,7 @@ for all heads, so that repeated heads (grouped queries) need no map.
 
 Which layers these are is found by trying, as in all of `ao_lab.calibration.offline`: a producer and a consumer between which
 pairs of channels can be rotated in float64 (no gate, no activation, no norm), then the widest rotation that holds. A joined
-projection has its values last.
+projection has its values last. Values that a block leaves to blocks behind it (shared keys and values) stay as they are.
 
 Sources: Ashkboos et al., QuaRot (arXiv 2404.00456), section 4; Liu et al., SpinQuant (arXiv 2405.16406), section 3.
 """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -34,7 +34,16 @@ from ao_lab.calibration.rotations import Change
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import observe
 from ao_lab.transforms.layers import contraction_axis, full_name, is_transposed, shorten
-from ao_lab.transforms.walk import Capture, Handed, captured, changed, first_tensor, is_inside, of_tensors
+from ao_lab.transforms.walk import (
+    Capture,
+    Handed,
+    captured,
+    changed,
+    first_tensor,
+    is_inside,
+    of_tensors,
+    tensors,
+)
 
 #: Of the largest output, in float64: sums of some thousand terms are off by less than 1e-12 of it.
 TOLERANCE = 1e-9
@@ -268,14 +277,18 @@ def _prove_block(residual: Residual, index: int, name: str, module: nn.Module, o
     wide = _wide(module, device)
     x, call = _call(residual.capture, index, device)
     with Wide():
-        wanted = first_tensor(_run(wide, call, x), name).to(torch.float64)
+        wanted, *others = _run(wide, call, x, name)
     turned, best = _rotated(wanted, residual), float("inf")
 
     def off(changes: Sequence[Change]) -> float:
-        """How far the block is from the same function with these changes, as a share of its largest output."""
+        """How far the block is from the same function with these changes, as a share of what is largest."""
         with Wide():
-            output = _run(_turned(module, wide, changes, residual), call, _rotated(x, residual))
-        return float((first_tensor(output, name) - turned).abs().max()) / (float(turned.abs().max()) or 1.0)
+            output, *left = _run(_turned(module, wide, changes, residual), call, _rotated(x, residual), name)
+        beside = (
+            min(_error(new, one) for one in (old, _as_stream(old, residual)))
+            for new, old in zip(left, others, strict=True)
+        )
+        return max([_error(output, turned), *beside])
 
     for roles in _choices(square, residual.roles):
         changes = _changes(slots, gains, roles)
@@ -393,6 +406,10 @@ def _call(capture: Capture, index: int, device: torch.device) -> tuple[torch.Ten
     x = torch.randn(held.shape, dtype=torch.float64, generator=generator).to(device)
 
     def wide(value: Any) -> Any:
+        if isinstance(value, MutableMapping):
+            mine = copy.copy(value)
+            mine.update({key: of_tensors(one, wide) for key, one in value.items()})
+            return mine
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(device, torch.float64) if value.is_floating_point() else value.to(device)
@@ -400,9 +417,35 @@ def _call(capture: Capture, index: int, device: torch.device) -> tuple[torch.Ten
     return x, changed(capture.calls[0][index], wide)
 
 
-def _run(block: nn.Module, call: Any, x: torch.Tensor) -> Any:
-    args, kwargs = changed(call, lambda value: x.clone() if isinstance(value, Handed) else value)
-    return block(*args, **kwargs)
+def _run(block: nn.Module, call: Any, x: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """What a block returns, its output first, and what it leaves in mappings: blocks behind it may read all of that, as those
+    do that share keys and values."""
+    shared: list[MutableMapping[Any, Any]] = []
+
+    def mine(value: Any) -> Any:
+        if isinstance(value, MutableMapping):
+            shared.append(copy.copy(value))
+            return shared[-1]
+        return x.clone() if isinstance(value, Handed) else value
+
+    args, kwargs = changed(call, mine)
+    output = block(*args, **kwargs)
+    first_tensor(output, name)
+    return tensors([output, *(list(one.values()) for one in shared)])
+
+
+def _error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference as a share of the largest number; infinity for NaN."""
+    if torch.equal(x, wanted):  # infinities of masks too
+        return 0.0
+    error = float((x.double() - wanted).abs().max()) / (float(wanted.abs().max()) or 1.0)
+    return error if error == error else float("inf")
+
+
+def _as_stream(x: torch.Tensor, residual: Residual) -> torch.Tensor:
+    """Rotated where it may be of the residual stream."""
+    wide = x.is_floating_point() and x.dim() > 0 and x.shape[-1] == residual.width
+    return _rotated(x, residual) if wide else x
 
 
 def _rotated(x: torch.Tensor, residual: Residual) -> torch.Tensor:

@@ -7,6 +7,7 @@ A step looks at every gradient before it changes anything, then updates paramete
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,7 +70,8 @@ class LowBitOptimizer(Optimizer):
         record = states_of(states)
         self.states = record if block_size is None else record.with_block(block_size)
         self.kind, self.master, self.nonfinite = kind, master, nonfinite
-        self.bf16_stochastic_round, self.seed = bf16_stochastic_round, seed
+        # A kernel takes no NumPy integer.
+        self.bf16_stochastic_round, self.seed = bf16_stochastic_round, operator.index(seed)
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite is one of {NONFINITE}, got {nonfinite!r}")
         if master not in MASTERS:

@@ -21,6 +21,7 @@ from fast.kernels.optim.records import Rule, Slot
 from fast.kernels.scheme.constants import SchemeConstants, constants_of, element_of
 from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
 from reference.optim.states import State
+from reference.quantize.scales import floor_value
 
 TYPES = {
     torch.float32: tl.float32,
@@ -136,17 +137,16 @@ def kind_of(slot: Slot, rule: Rule) -> Kind:
 def is_ordinary(rule: Rule) -> bool:
     """Whether second moments are 2**-101 or more, and what updates are divided by lies between 2**-126 and 2**125.
 
-    A root that is stored is 2**-44 * 2**-6 or more, so that its square times b2 of 2**-9 or more is; of a step t it is divided
-    by sqrt(1 - b2^t), which is 2**-27 or more as b2 is at most 1 - 2**-53.
+    A root that is stored is the floor of scales times the least code or more, a second moment b2 times its square. Of a step t
+    it is divided by sqrt(1 - b2^t), which is 2**-27 or more as b2 is at most 1 - 2**-53.
     """
     second = rule.states.second
-    return (
-        rule.kind != "lion"
-        and second.least > 0
-        and second.transform == "sqrt"
-        and rule.betas[1] >= 2.0**-9
-        and rule.eps <= 2.0**100
-    )
+    if rule.kind == "lion" or second.transform != "sqrt" or second.scheme is None:
+        return False
+    floor, value = second.scheme.scale.floor or ("stored", 0.0)
+    least = floor_value(value, "float32") if floor == "stored" else 0.0
+    root = least * float(second.scheme.format.values[second.least])
+    return rule.betas[1] * root**2 >= 2.0**-101 and rule.eps <= 2.0**100
 
 
 def is_aligned(slot: Slot) -> bool:

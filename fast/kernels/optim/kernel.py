@@ -10,7 +10,7 @@ The largest magnitude of a block's new moments is found in registers, a warp a b
 which are what one counter of Philox rounds, so random words stay where they are drawn.
 
 Reciprocals and square roots are correctly rounded, products and sums fused where the reference fuses them: the bits are its.
-Of the default states they need no test for rare exponents, as no second moment is below 2**-92 (`square_root_rn`).
+Of the default states under b2 of 1/2 or more they need no test for rare exponents, as no second moment is below 2**-101.
 """
 
 from __future__ import annotations

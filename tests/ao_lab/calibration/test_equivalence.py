@@ -168,3 +168,45 @@ def test_scaled_layers_compute_the_same():
     assert torch.equal(scale_producer(one, pair, factors), factors)
     scale_inputs(two, 1 / pair.per_input(factors))
     assert torch.allclose(two(one(x)[:, 8:]), expected, rtol=1e-12, atol=1e-12)
+
+
+class Values(nn.Module):
+    """A block with values: its own, which it leaves to others where it shares them, or those that another block left."""
+
+    def __init__(self, own, shares):
+        super().__init__()
+        self.own, self.shares = own, shares
+        if own:
+            self.v = nn.Linear(16, 8, bias=False)
+        self.o = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x, shared):
+        v = self.v(x) if self.own else shared["v"]
+        if self.shares:
+            shared["v"] = v
+        return x + self.o(v)
+
+
+class SharedValues(nn.Module):
+    """Blocks that share values through a mapping, as those do that share keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Values(True, False), Values(True, True), Values(False, False)])
+
+    def forward(self, x):
+        shared = {}
+        for block in self.blocks:
+            x = block(x, shared)
+        return x
+
+
+def test_values_that_other_blocks_read_are_no_pair():
+    model, found = SharedValues(), []
+    with calibrating(model):
+        capture = captured(
+            model, [torch.randn(3, 5, 16)], {f"blocks.{i}": b for i, b in enumerate(model.blocks)}
+        )
+        walk(capture, lambda block: found.append([pair.producer for pair in find_pairs(block)]))
+    assert found == [["v"], [], []]

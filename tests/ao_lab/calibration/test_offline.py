@@ -15,6 +15,7 @@ from ao_lab.calibration.methods import GPTQ, Clip, Rotate
 from ao_lab.calibration.offline import Wide, rotate_residual
 from ao_lab.transforms.data import calibrating
 from ao_lab.transforms.walk import find_blocks
+from tests.ao_lab.calibration.test_equivalence import SharedValues
 from tests.ao_lab.calibration.test_run import INT4, inputs, stack
 
 transformers = pytest.importorskip("transformers")
@@ -153,6 +154,18 @@ def test_values_alone_are_rotated_without_the_stream(name):
         if name == "GPT2"
         else {"v_proj.weight", "o_proj.weight"}
     )
+
+
+def test_values_that_other_blocks_read_are_not_rotated():
+    model, x = SharedValues().double(), torch.randn(3, 5, 16, dtype=torch.float64)
+    before = copy.deepcopy(model)
+    with calibrating(model):
+        told = rotate_residual(
+            model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)}, x, stream=False
+        )
+        assert (model(x) - before(x)).abs().max() < 1e-12
+    assert told.heads == ((8, 1),)
+    assert not torch.equal(model.blocks[0].v.weight, before.blocks[0].v.weight)
 
 
 def test_a_model_without_heads_is_refused(monkeypatch):

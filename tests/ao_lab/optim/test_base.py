@@ -6,6 +6,7 @@ import copy
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -220,11 +221,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
         ({"amsgrad": True}, ValueError, "use amsgrad=False"), ({"states": "9bit"}, ValueError, "unknown states"),
         ({"block_size": 100}, ValueError, "power of two"), ({"master": "20bit"}, ValueError, "master is one of"),
         ({"nonfinite": "skip"}, ValueError, "nonfinite is one of"), ({"seed": -1}, ValueError, "seed is an integer"),
+        ({"seed": 0.5}, TypeError, "integer"),
     ],
 )  # fmt: skip
 def test_arguments_are_refused(change, error, said):
     with pytest.raises(error, match=said):
         AdamW8bit([parameter()], **change)
+
+
+def test_a_seed_of_numpy_is_an_integer():
+    """Kernels take no other."""
+    assert type(AdamW8bit([parameter()], seed=np.uint64(2**64 - 1)).seed) is int
 
 
 def test_parameters_and_gradients_are_refused():

@@ -13,6 +13,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.optim import host
+from fast.kernels.optim.records import Rule
 from tests.fast.kernels.compiling.kernel_compiler import launched_together
 
 
@@ -72,3 +73,14 @@ def test_the_kernel_moves_whole_words_and_spills_nothing():
 def test_tiles_cover_every_block_once():
     tiles = host.tiles_of(np.array([5, 0, 1, 8]), 4)
     assert tiles.tolist() == [[0, 0], [0, 4], [2, 0], [3, 0], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("states", "b2", "ordinary"),
+    [("8bit", 0.999, True), ("8bit", 0.5, True), ("8bit", 0.49, False), ("4bit", 2.0**-13, True),
+     ("4bit", 2.0**-14, False), ("flashoptim.8bit", 0.999, False), ("float32", 0.999, False)],
+)  # fmt: skip
+def test_roots_are_tested_for_rare_exponents_where_they_can_be(states, b2, ordinary):
+    """Of 8 bits the smallest root is 2**-44 * 2**-6, of 4 bits 2**-44; a second moment may not be below 2**-101."""
+    rule = Rule("adamw", STATES[states], 1e-3, (0.9, b2), 1e-8, 0.0)
+    assert host.is_ordinary(rule) is ordinary
