@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
 #: Columns that are normalised together: a tile of a GEMM holds them, so that its epilogue can.
 BLOCK = 256
 
@@ -17,11 +19,19 @@ class BlockNorm(nn.Module):
     """x over its root mean square in blocks of columns, times a gain: (..., width) to the same.
 
     Each block of `block` columns is normalised by itself, without a mean and without a bias: y = x / sqrt(mean(x^2) + eps) *
-    weight. Parameter `weight` (width,). ValueError where blocks do not divide the width.
+    weight. Parameter `weight` (width,), None without `elementwise_affine`. ValueError where blocks do not divide the width.
     """
 
+    weight: nn.Parameter | None
+
     def __init__(
-        self, width: int, block: int = BLOCK, eps: float = 1e-6, device: Any = None, dtype: Any = None
+        self,
+        width: int,
+        block: int = BLOCK,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__()
         if block < 1 or width % block:
@@ -29,12 +39,14 @@ class BlockNorm(nn.Module):
                 f"BlockNorm: {width} columns are no whole blocks of {block}; choose a block that divides them"
             )
         self.width, self.block, self.eps = width, block, eps
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x in blocks."""
         blocks = x.reshape(*x.shape[:-1], self.width // self.block, self.block)
-        return functional.rms_norm(blocks, (self.block,), None, self.eps).reshape(x.shape) * self.weight
+        y = functional.rms_norm(blocks, (self.block,), None, self.eps).reshape(x.shape)
+        return y if self.weight is None else y * self.weight
 
     def extra_repr(self) -> str:
         """Width and block."""
@@ -52,7 +64,9 @@ class PaddedLinear(nn.Linear):
     STEP: ClassVar[int] = 16
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias, of the same numbers beside zeros."""
+        """x @ weight.T + bias, of the same numbers beside zeros; a quantized weight is multiplied as it is."""
+        if isinstance(self.weight, QuantizedTensor):
+            return functional.linear(input, self.weight, self.bias)
         more_k, more_n = -self.in_features % self.STEP, -self.out_features % self.STEP
         x, w = functional.pad(input, (0, more_k)), functional.pad(self.weight, (0, more_k, 0, more_n))
         bias = self.bias if self.bias is None else functional.pad(self.bias, (0, more_n))
@@ -68,34 +82,45 @@ class JoinedLinear(nn.Linear):
     siblings: Siblings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias, by one GEMM with the siblings'; in a compiled program each by itself."""
-        if torch.compiler.is_compiling():
+        """x @ weight.T + bias, by one GEMM with the siblings'; in a compiled program, and of tensors of inference mode,
+        whose changes are not counted, each by itself."""
+        if torch.compiler.is_compiling() or input.is_inference() or self.weight.is_inference():
             return functional.linear(input, self.weight, self.bias)
         return self.siblings.output(self, input)
 
 
 class Siblings:
-    """Layers that multiply one input. Outputs wait until their layer asks for them, and the input as long."""
+    """Layers that multiply one input. Outputs wait until their layer asks for them, and the input as long.
+
+    They are computed anew where the input, a parameter, autocast or whether gradients are recorded has changed since."""
 
     def __init__(self, members: Sequence[JoinedLinear]) -> None:
         self.members = list(members)
         self.waiting: dict[int, torch.Tensor] = {}
         self.x: torch.Tensor | None = None
-        self.version = -1
+        self.state: Any = None
 
     def output(self, member: JoinedLinear, x: torch.Tensor) -> torch.Tensor:
         """A member's product."""
         at = next(i for i, one in enumerate(self.members) if one is member)
-        if not (self._is_same(x) and at in self.waiting):
+        state = self._state(x)
+        if not (self._is_same(x) and self.state == state and at in self.waiting):
             self.waiting = dict(enumerate(self._products(x)))
-            self.x, self.version = x, x._version
+            self.x, self.state = x, state
         result = self.waiting.pop(at)
         if not self.waiting:
             self.x = None
         return result
 
+    def _state(self, x: torch.Tensor) -> Any:
+        """What products depend on beside the input's place: versions of input and parameters, modes."""
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        versions = [(id(p), p._version) for one in self.members for p in one.parameters()]
+        return x._version, torch.is_grad_enabled(), autocast, versions
+
     def _is_same(self, x: torch.Tensor) -> bool:
-        """Whether x is the input whose products wait: the same memory, unchanged, in the same history."""
+        """Whether x is the input whose products wait: the same memory in the same history."""
         known = self.x
         return known is not None and (
             known is x
@@ -105,7 +130,7 @@ class Siblings:
                 and known.requires_grad == x.requires_grad
                 and known._base is x._base
             )
-        ) and (self.version == x._version)  # fmt: skip
+        )
 
     def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight = torch.cat([one.weight for one in self.members])
@@ -126,7 +151,7 @@ class Siblings:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"members": self.members, "waiting": {}, "x": None, "version": -1}
+        return {"members": self.members, "waiting": {}, "x": None, "state": None}
 
 
 __all__ = ["BLOCK", "BlockNorm", "HardSwish", "JoinedLinear", "PaddedLinear", "Siblings"]

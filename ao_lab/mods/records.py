@@ -48,9 +48,11 @@ class Place:
     siblings: Mapping[str, tuple[str, ...]] | None = None
 
     def put(self, module: nn.Module) -> None:
-        """Another module in its place."""
-        path, _, leaf = self.name.rpartition(".")
-        setattr(self.model.get_submodule(path), leaf, module)
+        """Another module in its place, under all names that the model has for it."""
+        for name, one in list(self.model.named_modules(remove_duplicate=False)):
+            if one is self.module:
+                path, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(path), leaf, module)
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,9 @@ def _to_block_norm(place: Place) -> None:
     norm: Any = place.module
     (width,) = norm.normalized_shape
     weight = norm.weight
-    made = BlockNorm(width, BLOCK, norm.eps or 1e-6)
+    made = BlockNorm(width, BLOCK, norm.eps or 1e-6, elementwise_affine=weight is not None)
     if weight is not None:
-        made.weight = nn.Parameter(weight.detach().clone())
+        made.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     replace(place, made)
 
 
@@ -221,7 +223,7 @@ def _join_reason(place: Place) -> str | None:
 JOIN = register(
     Mod(
         "join_siblings", True, "linear layers of one input as one GEMM (query, key and value; heads of tasks)",
-        "in eager mode; weights are put side by side in each call", is_linear,
+        "in eager mode; weights are put side by side in each call; outputs of siblings have one backward", is_linear,
         lambda place: None if isinstance(place.module, JoinedLinear) else _join(place), _plain,
         lambda m: isinstance(m, JoinedLinear), _join_reason, "open HSTU code: one GEMM for u, v, q, k",
     )
@@ -251,19 +253,22 @@ FUSED_NORM = register(
 # What stays in 16 bits
 
 
-def _mark(place: Place) -> None:
-    place.module.__dict__[MARK] = True
-
-
-def _unmark(place: Place) -> None:
-    place.module.__dict__.pop(MARK, None)
+def marks(module: nn.Module) -> frozenset[str]:
+    """Names of mods that have marked a module to stay in 16 bits."""
+    return frozenset(module.__dict__.get(MARK, ()))
 
 
 def _marks(name: str, about: str, reason: Callable[[Place], str | None]) -> Mod:
+    def mark(place: Place) -> None:
+        place.module.__dict__[MARK] = marks(place.module) | {name}
+
+    def unmark(place: Place) -> None:
+        place.module.__dict__[MARK] = marks(place.module) - {name}
+
     return register(
         Mod(
-            name, True, about, "their GEMMs stay as they are; in_low_precision is the filter of the others", is_linear, _mark,
-            _unmark, lambda m: MARK in m.__dict__, reason, "torchao: filters of float8 training",
+            name, True, about, "their GEMMs stay as they are; in_low_precision is the filter of the others", is_linear, mark,
+            unmark, lambda m: name in marks(m), reason, "torchao: filters of float8 training",
         )
     )  # fmt: skip
 
@@ -273,14 +278,14 @@ ENDS_16_BITS = _marks(
     lambda place: None if place.name in place.ends else "it is neither the first nor the last linear layer",
 )  # fmt: skip
 SMALL_16_BITS = _marks(
-    "small_in_16_bits", f"linear layers that sum fewer than {SHORTEST} products stay in 16 bits",
-    lambda place: None if place.module.in_features < SHORTEST else f"it sums {place.module.in_features} products",  # type: ignore[operator]
+    "small_in_16_bits", f"linear layers that have fewer than {SHORTEST} inputs stay in 16 bits",
+    lambda place: None if place.module.in_features < SHORTEST else f"it has {place.module.in_features} inputs",  # type: ignore[operator]
 )  # fmt: skip
 
 
 def in_low_precision(module: nn.Module, name: str) -> bool:
     """A filter: linear layers that no mod has marked to stay in 16 bits."""
-    return is_linear(module) and MARK not in module.__dict__
+    return is_linear(module) and not marks(module)
 
 
 # Tables
@@ -322,8 +327,8 @@ def example_siblings(model: nn.Module, example: Any) -> dict[str, tuple[str, ...
     handles = []
 
     def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
             held.append(x)  # so that no other input gets its memory
             seen.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype, x._version), []).append(name)
 
@@ -331,7 +336,7 @@ def example_siblings(model: nn.Module, example: Any) -> dict[str, tuple[str, ...
 
     for name, module in model.named_modules():
         if is_linear(module):
-            handles.append(module.register_forward_pre_hook(watch(name)))
+            handles.append(module.register_forward_pre_hook(watch(name), with_kwargs=True))
     try:
         with torch.no_grad():
             model(*example) if isinstance(example, tuple) else model(example)

@@ -192,3 +192,79 @@ def test_a_mod_is_applied_once_and_matches_something(model):
         register(copy.copy(MODS["no_bias"]).__class__(**{**vars(MODS["no_bias"]), "name": "pad"}))
     with pytest.raises(TypeError, match="the model is a torch"):
         apply_mods_(3, "pad")
+
+
+def stale_weight(q, k, x):
+    with torch.no_grad():
+        q(x)
+        k.weight.zero_()
+    return k(x)
+
+
+def stale_mode(q, k, x):
+    with torch.no_grad():
+        q(x)
+    return k(x)
+
+
+def stale_autocast(q, k, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        q(x)
+    return k(x)
+
+
+def inference(q, k, x):
+    with torch.inference_mode():
+        return q(x + 0), k(x + 0)
+
+
+@pytest.mark.parametrize("call", [stale_weight, stale_mode, stale_autocast, inference])
+def test_a_sibling_sees_what_has_changed_since(model, call):
+    plain, x = copy.deepcopy(model), torch.randn(3, 24)
+    apply_mods_(model, "join_siblings", example=IDS)
+    found, wanted = call(model.q, model.k, x), call(plain.q, plain.k, x)
+    for one, two in zip(
+        torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted), strict=True
+    ):
+        assert (one.dtype, one.requires_grad) == (two.dtype, two.requires_grad)
+        close(one, two)
+
+
+def test_marks_of_two_mods_are_apart(model):
+    apply_mods_(model, "ends_in_16_bits")
+    apply_mods_(model, "small_in_16_bits")
+    assert not in_low_precision(model.q, "q")
+    assert "q" in undo_mods_(model, "small_in_16_bits")
+    names = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and not in_low_precision(m, name)
+    ]
+    assert names == ["q", "head"]
+
+
+def test_a_shared_module_is_replaced_under_all_its_names():
+    act = nn.SiLU()
+    model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
+    apply_mods_(model, "hard_swish")
+    assert isinstance(model[1], HardSwish)
+    assert model[3] is model[1]
+    undo_mods_(model)
+    assert model[1] is model[3] is act
+
+
+def test_a_norm_without_a_gain_and_a_frozen_one():
+    model = nn.Sequential(nn.LayerNorm(256, elementwise_affine=False), nn.LayerNorm(256)).bfloat16()
+    model.requires_grad_(False)
+    apply_mods_(model, "block_norm")
+    assert model[0].weight is None
+    assert not model[1].weight.requires_grad
+    assert model(torch.ones(2, 256, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_padded_layers_are_quantized_afterwards(model):
+    x = torch.randn(3, 24)
+    apply_mods_(model, "pad")
+    wanted = ao_lab.dequantize(ao_lab.quantize(model.k.weight.detach(), "int8_rowwise"))
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig(), lambda m, name: name == "k")
+    close(model.k(x), nn.functional.linear(x, wanted))
