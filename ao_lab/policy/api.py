@@ -208,7 +208,7 @@ def confirmed(
             try:
                 best[at] = min(best[at], timed(model, sample_input))
             finally:
-                _dense_again(model)
+                _dense_again(model, one.options)
     # Of two alike the first, which is the choice by layers.
     first = min(range(len(able)), key=lambda at: best[at])
     chosen = able[first]
@@ -216,8 +216,10 @@ def confirmed(
     return replace(policy, decision=chosen, others=rest)
 
 
-def _dense_again(model: nn.Module) -> None:
-    for module in model.modules():
+def _dense_again(model: nn.Module, names: Iterable[str]) -> None:
+    modules = dict(model.named_modules())
+    for name in names:
+        module = modules[name]
         if isinstance(module, LowPrecisionLinear):
             plain_again(module)
 
@@ -233,12 +235,20 @@ def room_of(report: ProbeReport, budget: float) -> float:
 
 
 def apply_policy_(model: nn.Module, policy: Policy, *, pad: bool = True) -> tuple[str, ...]:
-    """Let layers train as a policy says; names of those that are not dense. After an error nothing has changed."""
+    """Let layers train as a policy says; names of those that are not dense.
+
+    ValueError for a policy of another model, and for layers that train by a recipe already, dense ones of the policy included.
+    After an error nothing has changed.
+    """
     check_model(model)
     if policy.digest != model_digest(model):
         raise ValueError("this is the policy of another model: names or shapes of linear layers differ")
     modules: dict[str, Any] = dict(model.named_modules())
     changed = [(name, option) for name, option in policy.decision.options.items() if option.recipe]
+    for name, option in policy.decision.options.items():
+        known = class_of(modules[name])
+        if isinstance(known, str) and (option.recipe or isinstance(modules[name], LowPrecisionLinear)):
+            raise ValueError(f"{name}: {known}")
     with all_or_none(
         lambda module: plain_again(module) if isinstance(module, LowPrecisionLinear) else None
     ) as begun:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ao_lab.gemm.choices import DENSE, SUBSETS, choices_for
+from ao_lab.gemm.choices import DENSE, SUBSETS, choices_for, rows_range
 from ao_lab.probe.report import ProbeReport, SiteErrors
 from ao_lab.training.api import convert_for_training_, convert_from_training_
 from ao_lab.training.layers import steps
@@ -158,26 +159,30 @@ def layer_samples(
     model: nn.Module, sample_input: SampleInput, names: Sequence[str]
 ) -> dict[str, TrainingSample]:
     """Inputs, weight and output gradient of each named layer; the model is converted for that, and is then as it was."""
-    wanted = set(names)
+    wanted, modules = set(names), dict(model.named_modules())
+    tokens: dict[str, int] = {}
     probe = recipe_of("rowwise")
     convert_for_training_(model, probe, lambda module, name: name in wanted, pad=True)
+    handles = [modules[name].register_forward_pre_hook(partial(_count, tokens, name)) for name in names]
     try:
-        shared = {
-            sample.name: sample
-            for sample in record(model, sample_input)
-            if isinstance(sample, TrainingSample)
-        }
+        samples = [one for one in record(model, sample_input) if isinstance(one, TrainingSample)]
     finally:
+        for handle in handles:
+            handle.remove()
         convert_from_training_(model)
-    by_shape = {tuple(one.w.shape): one for one in shared.values() if one.g is not None}
-    modules = dict(model.named_modules())
+    # One sample stands for all layers of its shape that have about as many tokens.
+    known = {(tuple(one.w.shape), rows_range(len(one.x))): one for one in samples if one.g is not None}
     found = {}
     for name in names:
         weight: Any = modules[name]._parameters["weight"]
-        sample = by_shape.get(tuple(weight.shape))
+        sample = known.get((tuple(weight.shape), rows_range(tokens.get(name, 0))))
         if sample is not None:
             found[name] = replace(sample, name=name)
     return found
+
+
+def _count(tokens: dict[str, int], name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    tokens.setdefault(name, args[0].numel() // max(args[0].shape[-1], 1))
 
 
 StepTime = Callable[[nn.Module, SampleInput], float]

@@ -214,3 +214,37 @@ def test_what_is_refused(report, tmp_path):
         path.write_text(json.dumps(told | change))
         with pytest.raises(ValueError, match=message):
             Policy.load(path, model)
+
+
+def test_layers_that_train_already_are_refused_and_stay(report):
+    """A dense layer of the policy that trains by a recipe is no dense one; an error leaves all as they were."""
+    model = net()
+    policy = dispatch_(model, X, report, budget=10.0, measure=times())
+    dense = dispatch_(net(), X, report, budget=10.0, measure=times(dense=0.3))
+    for one in (policy, dense):
+        with pytest.raises(ValueError, match="0: it trains by recipe 'rowwise' already"):
+            apply_policy_(model, one)
+        assert isinstance(model[0], LowPrecisionLinear)
+    # A layer that the report has not, and that trains by a recipe.
+    other = net()
+    ao_lab.convert_for_training_(other, "rowwise", lambda module, name: name == "4", pad=True)
+    confirmed(
+        other, X, dispatch_(other, X, report, budget=10.0, measure=times(), apply=False), lambda *_: 1.0
+    )
+    assert [isinstance(module, LowPrecisionLinear) for module in other] == [False, False, False, False, True]
+
+
+class Pooled(nn.Module):
+    """Two layers of one shape, one of which sees a token a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.each, self.pooled = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.pooled(self.each(x).mean(1))
+
+
+def test_samples_of_layers_have_their_tokens():
+    samples = layer_samples(Pooled(), torch.randn(4, 64, 32), ["each", "pooled"])
+    assert {name: len(one.x) for name, one in samples.items()} == {"each": 256, "pooled": 4}
