@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, require_tensor, run, settings
+from fast.dispatch import Function, execute, run, settings
 from fast.ops import constant_record, record_name, register
 from fast.quantize.quantize import fresh_rows, quantized_rows, stored
 from reference import Quantized, Scheme
 from reference.arrays.namespace import DTypeLike, choice, dtype_name
-from reference.layers.block_norm import ACTIVATIONS, BLOCK, DTYPES
+from reference.layers.block_norm import ACTIVATIONS, BLOCK, DTYPES, check_linear_block_norm
 from reference.quantize.quantize import with_plain_scales
 from reference.schemes.schemes import record_of
 
@@ -44,8 +44,11 @@ def linear_block_norm(
     choice(activation, ACTIVATIONS, "activation")
     name = dtype_name(dtype, DTYPES, "dtype")
     if not isinstance(x, Quantized) or not isinstance(w, Quantized):
-        # The reference says what is wrong.
-        return require_tensor(reference.linear_block_norm(x, w, weight), "linear_block_norm")
+        check_linear_block_norm(x, w, weight, bias, block, eps)
+    if any(part is not None for part in (x.outer, x.zero, w.outer, w.zero)):
+        raise ValueError(
+            "fast.linear_block_norm takes operands without outer scales and zero points; `reference.linear_block_norm` has them"
+        )
     x, w = with_plain_scales(x), with_plain_scales(w)
     out = "" if scheme is None else record_name(scheme)
     values = (block, float(eps), activation, out, name, x.scheme.key, *settings(x), *settings(w))
@@ -125,6 +128,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> list[t
 
     block, eps, activation, out, dtype = values[:5]
     x, w = _operands_of(record, values, operands)
+    check_linear_block_norm(x, w, *operands[4:6], block, eps)
     if host.refusal(x, w, out, getattr(torch, dtype), block) is not None:
         return None
     if not all(part.is_contiguous() for part in (x.codes, x.scale, w.codes, w.scale)):

@@ -24,11 +24,12 @@ from reference.arrays.namespace import (
     choice,
     dtype_name,
     float_input,
+    namespace_of,
 )
 from reference.arrays.softfloat import add, bits_of, float32_bits, is_nan, multiply
 from reference.formats.encode import to_dtype_bits
 from reference.layers.normalize import reciprocal_rms
-from reference.matmul.linear import linear
+from reference.matmul.linear import check_linear, linear
 from reference.quantize.quantize import Quantized, quantize
 from reference.schemes.schemes import Scheme
 
@@ -68,16 +69,32 @@ def normalized(ns: Namespace, h: Array, weight: Array, block: int, eps: float, a
     """float32 bit patterns of the result, of those of x and weight; ValueError for what does not fit."""
     choice(activation, ACTIVATIONS, "activation")
     shape = ns.shape(h)
+    check_blocks(shape, block, eps)
+    blocks = h.reshape((*shape[:-1], shape[-1] // block, block))
+    scaled = multiply(ns, blocks, reciprocal_rms(ns, blocks, eps)).reshape(shape)
+    y = multiply(ns, scaled, weight)
+    return y if activation == "none" else hard_swish_bits(ns, y)
+
+
+def check_blocks(shape: tuple[int, ...], block: int, eps: float) -> None:
+    """ValueError where blocks do not divide the last axis, and for eps out of range."""
     if block < 1 or not shape or shape[-1] % block:
         raise ValueError(
             f"block_norm: {shape} is no whole blocks of {block} columns; choose a block that divides the last axis"
         )
     if not 0 <= eps < 2.0**127:
         raise ValueError(f"eps is a number from 0 to 2**127, got {eps!r}")
-    blocks = h.reshape((*shape[:-1], shape[-1] // block, block))
-    scaled = multiply(ns, blocks, reciprocal_rms(ns, blocks, eps)).reshape(shape)
-    y = multiply(ns, scaled, weight)
-    return y if activation == "none" else hard_swish_bits(ns, y)
+
+
+def check_linear_block_norm(x: Any, w: Any, weight: Any, bias: Any, block: int, eps: float) -> None:
+    """Raise as `linear_block_norm` does where operands do not go together."""
+    if not isinstance(x, Quantized):
+        raise TypeError(
+            f"linear_block_norm takes Quantized inputs, got {type(x).__name__}; quantize them first"
+        )
+    check_linear(x, w, bias)
+    check_companion(namespace_of(weight), weight, "float32", (w.shape[0],), "weight")
+    check_blocks((x.shape[0], w.shape[0]), block, eps)
 
 
 def hard_swish_bits(ns: Namespace, y: Array) -> Array:
@@ -104,10 +121,11 @@ def linear_block_norm(
 ) -> Any:
     """`block_norm` of x (M, K) times the transpose of w (N, K), plus bias: (M, N) in `dtype`, or quantized along rows.
 
-    x, w: quantized along K. weight (N,), bias (N,) or None: float32. scheme: None, or how the
-    result is quantized. The linear layer's sums are rounded to float32, everything
-    behind them is as in `block_norm`, in float32. Errors as in `linear`, `block_norm` and `quantize`.
+    x, w: quantized along K. weight (N,), bias (N,) or None: float32. scheme: None, or how the result is quantized. The linear
+    layer's sums are rounded to float32, everything behind them is as in `block_norm`, in float32. TypeError for x or w that is
+    no `Quantized`; other errors as in `linear`, `block_norm` and `quantize`.
     """
+    check_linear_block_norm(x, w, weight, bias, block, eps)
     y = linear(x, w, bias, out_dtype="float32")
     if scheme is None:
         return block_norm(y, weight, block=block, eps=eps, activation=activation, dtype=dtype)

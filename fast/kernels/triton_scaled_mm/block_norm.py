@@ -123,6 +123,8 @@ def scaled_mm_block_norm_kernel(
 
 def refusal(x: Quantized, w: Quantized, scheme: str, dtype: torch.dtype, block: int) -> str | None:
     """Why the kernel does not take a product; None where it does."""
+    if any((len(side.shape), side.axis) != (2, 1) for side in (x, w)):
+        return "both operands are matrices with scales along K"
     (m, k), n = x.shape, w.shape[0]
     if (
         x.scheme.element not in ELEMENTS

@@ -84,3 +84,36 @@ def test_what_the_kernel_takes(x, w, scheme, block, reason):
     sides = [reference.quantize(torch.ones(rows, length), name) for rows, length, name in (x, w)]
     said = host.refusal(*sides, scheme, torch.bfloat16, block)
     assert (said is None) if reason is None else reason in said
+
+
+def test_a_kernel_reads_no_scales_of_columns():
+    """`axis=0` has K scales, one a column, where the kernel would read one a row."""
+    x, w = (reference.quantize(torch.ones(n, 32), "fp8_rowwise") for n in (32, 256))
+    across = reference.quantize(torch.ones(32, 32), "fp8_rowwise", axis=0)
+    assert host.refusal(x, w, "", torch.bfloat16, 256) is None
+    assert "along K" in host.refusal(across, w, "", torch.bfloat16, 256)
+
+
+def test_what_the_kernel_would_read_beyond_is_refused_first():
+    """The launch, where a CUDA tensor would go, checks what the reference does."""
+    from fast.layers.block_norm import LINEAR_BLOCK_NORM, settings
+
+    x, w = (reference.quantize(torch.ones(n, 32), "fp8_rowwise") for n in (8, 256))
+    short = reference.quantize(torch.ones(8, 16), "fp8_rowwise")
+    gain = torch.ones(256)
+    for side, weight, bias, eps, message in (
+        (short, gain, None, 1e-6, "the last axes must be the same"),
+        (x, gain[:128], None, 1e-6, "weight is float32 of shape"),
+        (x, gain.bfloat16(), None, 1e-6, "weight is float32 of shape"),
+        (x, gain, gain[:1], 1e-6, "bias has shape"),
+        (x, gain, None, -1.0, "eps is a number"),
+    ):
+        values = (256, eps, "none", "", "bfloat16", side.scheme.key, *settings(side), *settings(w))
+        with pytest.raises(ValueError, match=message):
+            LINEAR_BLOCK_NORM.kernel(
+                w.scheme, values, (side.codes, side.scale, w.codes, w.scale, weight, bias), None
+            )
+    with pytest.raises(TypeError, match="takes Quantized inputs, got Tensor"):
+        fast.linear_block_norm(torch.ones(8, 32), w, gain, bias=gain, activation="hard_swish")
+    with pytest.raises(ValueError, match="without outer scales and zero points"):
+        fast.linear_block_norm(x, fast.quantize(torch.ones(256, 32), "nvfp4"), gain)
