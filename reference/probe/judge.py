@@ -84,6 +84,10 @@ def judge(
         y = np.asarray(kernel(case), np.float64)
         outputs[case.name] = case, y
         found += findings(case, y, dtype, accumulation, quantized=quantized)
+    if not found:
+        raise ValueError(
+            f"no token has an output that {dtype} holds: x or w is too large; divide them, or give another dtype"
+        )
     worst = max((one for one in found if one.found), key=lambda one: one.sigmas, default=None)
     name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
     return KernelReport(tuple(found), name, share)

@@ -36,6 +36,26 @@ def test_a_right_kernel_and_one_that_is_like_a_fault():
     assert 0.5 < both.explained < 1
 
 
+@pytest.mark.parametrize("beyond", [np.inf, 65504.0])
+def test_outputs_beyond_the_largest_number_are_no_fault(beyond):
+    """A token's outputs leave float16: an infinity and the largest number are right, NaN is not."""
+    x, w = typical_inputs(64, 384), typical_weight(32, 384)
+    x[5] *= np.float32(3e4 / np.abs(x[5]).max())
+    w[3] *= np.float32(100 / np.abs(w[3]).max())
+    rows = SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"]
+
+    def kernel(case, value=beyond):
+        y = case.right.copy()
+        y[np.abs(y) > 65504] = value
+        return y
+
+    assert (np.abs(judge.Case(x, w, *rows).right[5]) > 65504).any()
+    assert judge.judge(kernel, *rows, x, w, dtype="float16").ok
+    assert not judge.judge(lambda case: kernel(case, np.nan), *rows, x, w, dtype="float16").ok
+    with pytest.raises(ValueError, match="no token has an output that float16 holds"):
+        judge.judge(kernel, *rows, np.full_like(x, 1e4), np.full_like(w, 1e4), dtype="float16")
+
+
 def test_wrong_operands():
     with pytest.raises(ValueError, match="with 8 tokens"):
         judge.operands(np.ones((3, 3)), None, "float32", 0)
