@@ -16,7 +16,7 @@ from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import BUDGET, ModelErrors, ProbeReport, SiteLine, judged
 from ao_lab.probe.reservoir import Reservoir
 from ao_lab.probe.sites import Site, matrix, refuse_unseen, sites_of
-from ao_lab.transforms.data import calibrating, calls_of
+from ao_lab.transforms.data import Call, calibrating, calls_of
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.plan import Filter, Progress
 
@@ -59,7 +59,7 @@ def probe_(
     calls = list(calls_of(batches))
     if not calls:
         raise ValueError("batches has no batch; a generator that has run before is empty, give a list")
-    calls, held, note = split(calls) if measure else (calls, [], "")
+    calls, held, note = _split(calls) if measure else (calls, [], "")
     attribution = Attribution(sites, recipes, outputs, torch.Generator().manual_seed(seed), seed)
     samples = {site.name: Reservoir(tokens, seed=seed, stream=i) for i, site in enumerate(sites)}
     most: dict[str, int] = {}
@@ -72,7 +72,8 @@ def probe_(
         sample.add(chosen)
         most[site.name] = max(most.get(site.name, 0), x.numel() // x.shape[-1])
 
-    with calibrating(model), frozen(model):
+    # Eagerly: a compiled program would go on without hooks, or with those of this probe.
+    with calibrating(model), frozen(model), torch.compiler.set_stance("force_eager"):
         for done, call in enumerate(calls, 1):
             attribution.run(model, call, see, directions)
             if progress is not None:
@@ -93,7 +94,31 @@ def probe_(
             )
             if progress is not None and held:
                 progress("measured", len(calls) + (i + 1) * len(held), total)
-    return ProbeReport(judged(lines, models, budget), models, len(calls), _notes(note, attribution.unmatched))
+    unreached = [
+        line.name
+        for line in lines
+        if any(e.variance is None and not e.reason for e in line.candidates.values())
+    ]
+    notes = _notes(note, attribution.unmatched, unreached)
+    return ProbeReport(judged(lines, models, budget), models, len(calls), notes)
+
+
+def _split(calls: list[Call]) -> tuple[list[Call], list[Call], str]:
+    """Batches to predict from and batches to measure on, and what is to be said of them."""
+    whole = len(calls)
+    calls, held, _ = split(calls)
+    if calls is held:
+        return (
+            calls,
+            held,
+            '"measured" is of the batch that "predicted" is from: it has a single example, give more',
+        )
+    of = f"{len(held)} of {whole} batches" if whole > 1 else "the last examples of the batch"
+    return (
+        calls,
+        held,
+        f'"measured": the model ran in the candidate on {of}, which "predicted" and the table do not use',
+    )
 
 
 def _line(
@@ -107,14 +132,20 @@ def _line(
     return measured_site(site, recipes, sample.x, None, tokens=tokens, more=more, seed=seed)
 
 
-def _notes(note: str, unmatched: Iterable[str]) -> tuple[str, ...]:
+def _notes(note: str, unmatched: Iterable[str], unreached: Sequence[str]) -> tuple[str, ...]:
     names: Sequence[str] = sorted(unmatched)
     odd = (
-        f"tokens of {shorten(names)} could not be told by example: their errors count as independent"
+        f"which example a token of {shorten(names)} belongs to is not known: errors of tokens count as independent there"
         if names
         else ""
     )
-    return tuple(one for one in (note.replace("gave no score", "predicted nothing"), odd) if one)
+    left = (
+        f"no gradient of the outputs reaches {shorten(unreached)} (torch.no_grad in the model?): what the outputs move by is "
+        f"predicted without them, and they are not called safe"
+        if unreached
+        else ""
+    )
+    return tuple(one for one in (note, odd, left) if one)
 
 
 __all__ = ["probe_"]

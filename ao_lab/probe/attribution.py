@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ao_lab.choose.scores import counted
 from ao_lab.probe.candidates import reason_against
@@ -52,6 +53,10 @@ def checked(outputs: Outputs, output: Any) -> torch.Tensor:
         raise ValueError(
             "outputs: a probe looks at floats (examples, ...), such as logits; give outputs=, which finds them"
         )
+    if not z.numel():
+        raise ValueError(
+            f"the model's outputs are empty on a batch, of shape {tuple(z.shape)}; leave that batch out"
+        )
     if not bool(z.isfinite().all()):
         raise ValueError("the model's outputs are NaN or infinite on a batch; leave that batch out")
     return z
@@ -68,7 +73,8 @@ class Attribution:
     seed: int = 0
     #: Of the batch that runs: by candidate and site, d of its examples.
     running: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    changes: dict[tuple[str, str], list[torch.Tensor]] = field(default_factory=dict)
+    #: Of each pass: d by candidate and site that it reached, and the root of how many outputs count of each example.
+    passes: list[tuple[dict[tuple[str, str], torch.Tensor], torch.Tensor]] = field(default_factory=list)
     #: Sums over counted outputs of z and z^2, and their number.
     moments: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     examples: int = 0
@@ -79,14 +85,16 @@ class Attribution:
         self, model: nn.Module, call: Call, see: Callable[[Site, torch.Tensor], None], directions: int
     ) -> None:
         """Take in one batch; see(site, x) gets what each site reads."""
-        args, kwargs = call
+        # Detached, so that inputs that ask for gradients get none.
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
         self.running, seen = {}, set[int]()
 
         def add(site: Site, x: torch.Tensor, g: torch.Tensor | None) -> None:
-            if id(x) not in seen:
-                seen.add(id(x))
+            # One of a graph lives as long as that, so that no other has its place in memory.
+            if g is None or id(x) not in seen:
                 see(site, x)
             if g is not None:
+                seen.add(id(x))
                 self._add(site, matrix(x), x.shape, matrix(g))
 
         with watching(self.sites, add, begin=True), torch.enable_grad():
@@ -102,7 +110,8 @@ class Attribution:
             per = which.reshape(len(z), -1).sum(1).to("cpu", torch.float64).clamp_min(1).sqrt()
             for i in range(directions):
                 z.backward(self._direction(z, which), retain_graph=i + 1 < directions)  # type: ignore[no-untyped-call]
-                self._keep(per)
+                self.passes.append((self.running, per))
+                self.running = {}
 
     def _direction(self, z: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, z.shape, generator=self.generator, dtype=torch.int8).to(z.device)
@@ -111,11 +120,6 @@ class Attribution:
     def _note(self, z: torch.Tensor, which: torch.Tensor) -> None:
         some = z[which].to("cpu", torch.float64)
         self.moments += torch.stack([some.sum(), some.square().sum(), some.new_tensor(some.numel())])
-
-    def _keep(self, per: torch.Tensor) -> None:
-        for key, d in self.running.items():
-            self.changes.setdefault(key, []).append(d / per)
-        self.running = {}
 
     def _add(self, site: Site, x: torch.Tensor, shape: torch.Size, g: torch.Tensor) -> None:
         if not bool(g.isfinite().all()):
@@ -169,9 +173,11 @@ class Attribution:
         return signs * (d.square().sum() / count).sqrt()
 
     def of(self, candidate: str, site: str) -> torch.Tensor | None:
-        """d of every example and direction; None where nothing is known."""
-        found = self.changes.get((candidate, site))
-        return None if found is None else torch.cat(found)
+        """d of every example and direction, 0 where a pass did not reach a site; None where none did."""
+        key = candidate, site
+        if not any(key in found for found, _ in self.passes):
+            return None
+        return torch.cat([found.get(key, torch.zeros_like(per)) / per for found, per in self.passes])
 
     def variance(self, candidate: str, site: str) -> Estimate | None:
         """What a site adds to the mean square change of an output."""

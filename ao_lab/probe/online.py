@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,7 @@ class Probe:
             for site in self.sites:  # the first layer that has them is told of
                 for chosen in pending.get(site.name, ()):
                     chosen.check(site.name)
+            _check_noise(noise)
         except ValueError:
             self.skipped += 1
             if self.nonfinite == "raise":
@@ -245,6 +246,15 @@ class Probe:
         state = read_state(Path(path), self.sites, self.samples)
         self.steps, self.skipped, self.samples = state.steps, state.skipped, state.samples
         self.noise, self.batch = state.noise, state.batch
+
+
+def _check_noise(noise: Noise) -> None:
+    """ValueError for NaN and infinity, of tokens that the sample may lack."""
+    for (_, site), values in noise.items():
+        if not all(map(isfinite, (one for pair in values for one in pair))):
+            raise ValueError(
+                f"{site}: inputs or gradients at the outputs are NaN or infinite in a batch; leave that batch out"
+            )
 
 
 __all__ = ["Probe"]

@@ -199,7 +199,8 @@ class ProbeReport:
         return axes
 
 
-COLUMNS = ("site", "weight", "error", "inputs", "weights", "share", "noise", "fast", "safe", "why")
+#: roofline: the speedup that `ao_lab.probe.speed` predicts, no measurement.
+COLUMNS = ("site", "weight", "error", "inputs", "weights", "share", "noise", "roofline", "safe", "why")
 
 
 def _cells(line: SiteLine, errors: SiteErrors, total: float) -> list[str]:
@@ -207,7 +208,7 @@ def _cells(line: SiteLine, errors: SiteErrors, total: float) -> list[str]:
     if errors.norm_ratio is None:
         return [line.name, shape, *["-"] * 6, "no", errors.why]
     noise = "-" if errors.noise is None else f"{errors.noise.value:.2g}"
-    speed = "-" if errors.speed is None else f"{errors.speed:.2f}x"
+    speed = "-" if errors.speed is None else f"~{errors.speed:.2f}x"
     share = "-" if errors.variance is None or not total else f"{100 * errors.variance.value / total:.0f}%"
     parts = (f"{errors.inputs:.2g}", f"{errors.weights:.2g}", share, noise, speed)
     return [line.name, shape, str(errors.norm_ratio), *parts, "yes" if errors.safe else "no", errors.why]
@@ -219,7 +220,8 @@ def judged(
     """The lines with what is safe, and why.
 
     Of a candidate whose variances are known the sites with the smallest ones are safe, as many as together stay within
-    (budget * sd of the outputs)^2; of one whose gradients' noise is known those where it is at most `MOST_NOISE`.
+    (budget * sd of the outputs)^2; a site that no gradient of the outputs reaches is not, since its share is unknown. Of one
+    whose gradients' noise is known those are safe where it is at most `MOST_NOISE`.
     """
     verdicts: dict[tuple[str, str], tuple[bool, str]] = {}
     for name in sites[0].candidates if sites else ():
@@ -228,7 +230,10 @@ def judged(
         for line in sorted(sites, key=lambda line: _variance(line.candidates[name])):
             errors = line.candidates[name]
             spent += _variance(errors)
-            verdicts[line.name, name] = _verdict(line, errors, spent <= room)
+            against = "beyond the budget" if spent > room else ""
+            if name in models and errors.variance is None:
+                against = "no gradient of the outputs reaches it"
+            verdicts[line.name, name] = _verdict(line, errors, against)
     return tuple(
         replace(line, candidates={name: replace(errors, safe=verdicts[line.name, name][0], why=verdicts[line.name, name][1])
                                   for name, errors in line.candidates.items()})
@@ -240,10 +245,10 @@ def _variance(errors: SiteErrors) -> float:
     return 0.0 if errors.variance is None else errors.variance.value
 
 
-def _verdict(line: SiteLine, errors: SiteErrors, within: bool) -> tuple[bool, str]:
+def _verdict(line: SiteLine, errors: SiteErrors, against: str) -> tuple[bool, str]:
     if errors.norm_ratio is None:
         return False, errors.reason
-    told = [] if within else ["beyond the budget"]
+    told = [against] if against else []
     noisy = errors.noise is not None and errors.noise.value > MOST_NOISE
     if noisy and errors.noise is not None:
         told.append(f"its gradient's error is {errors.noise.value:.2g} of the batch's noise")
@@ -258,7 +263,7 @@ def _verdict(line: SiteLine, errors: SiteErrors, within: bool) -> tuple[bool, st
     worst = errors.worst_channel
     if worst is not None and worst.low > BROKEN * errors.norm_ratio.value:
         told.append(f"one channel errs by {worst.value:.2g} of its size")
-    return within and not noisy, "; ".join(told) or "-"
+    return not against and not noisy, "; ".join(told) or "-"
 
 
 def _plain(value: Any) -> Any:

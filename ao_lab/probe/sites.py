@@ -84,9 +84,11 @@ def watching(sites: Sequence[Site], see: See, *, begin: bool = False) -> Iterato
             if x is None or not isinstance(output, torch.Tensor):
                 return output
             if begin and not output.requires_grad:
-                output = output.detach().requires_grad_().view_as(output)
+                # A copy, since what comes next may change it in place, which a view of a leaf refuses.
+                output = output.detach().requires_grad_().clone()
             if torch.is_grad_enabled() and output.requires_grad:
-                output.register_hook(lambda g: see(site, x, g.detach()))
+                version = None if x.is_inference() else x._version
+                output.register_hook(lambda g: see(site, _unchanged(site, x, version), g.detach()))
             else:
                 see(site, x, None)
             return output
@@ -102,6 +104,16 @@ def watching(sites: Sequence[Site], see: See, *, begin: bool = False) -> Iterato
             handle.remove()
 
 
+def _unchanged(site: Site, x: torch.Tensor, version: int | None) -> torch.Tensor:
+    """An input as it was read; ValueError where it was changed in place since."""
+    if version is not None and x._version != version:
+        raise ValueError(
+            f"{site.name}: its input was changed in place after it had been read; change it out of place (x = x + y), or leave "
+            f"the layer out by filter_fn"
+        )
+    return x
+
+
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """(tokens, channels)."""
     return x.reshape(-1, x.shape[-1])
@@ -111,8 +123,8 @@ def refuse_unseen(names: Sequence[str]) -> None:
     """ValueError for sites that no data reached."""
     if names:
         raise ValueError(
-            f"no input reached {shorten(names)}; give data that reaches these layers by calling their modules, or leave them "
-            f"out by filter_fn"
+            f"no input reached {shorten(names)}, or no gradient came back; give data that reaches these layers by calling "
+            f"their modules and outputs that depend on them, or leave them out by filter_fn"
         )
 
 

@@ -181,3 +181,17 @@ def test_wrong_settings():
 def test_data_parallel_and_sharded():
     """Two processes: the joined sample is the same on both and of both, weights that are sharded are whole in the report."""
     check_on_ranks("probe.joins")
+
+
+def test_nan_in_a_token_that_no_sample_has_is_no_noise():
+    """The noise of gradients is of all tokens, the sample of a few."""
+    probe = Probe(network(), ["rowwise"], every=1, tokens=2, gradients=True, nonfinite="skip")
+    layer, x = probe.sites[0].module, data(1, 512)[0]
+    for at in (None, 300):
+        bad = x.clone()
+        if at is not None:
+            bad[at] = float("nan")
+        with probe.step():
+            layer(bad).sum().backward()
+    assert probe.skipped == 1
+    assert all(len(values) == 1 for values in probe.noise.values())

@@ -214,3 +214,66 @@ def test_changes_of_classes_and_of_tokens_are_predicted(make):
     for name, found in report.models.items():
         assert found.predicted == pytest.approx(found.measured, rel=0.1), name
     assert not report.notes[1:]
+
+
+class Branches(nn.Module):
+    """A branch for some batches, an encoder without gradients, activations in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.first = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
+        self.branch, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = x + self.encoder(x)
+        y = self.first(x)
+        return self.head(y + self.branch(y) if len(x) > 8 else y)
+
+
+def test_branches_and_parts_without_gradients():
+    """Batches that do not reach a layer count as 0 there; what no gradient reaches is not called safe."""
+    torch.manual_seed(0)
+    batches = [*data(2, 8), *data(2, 16, seed=1)]
+    asking = [x.requires_grad_() for x in batches]
+    report = probe_(Branches(), asking, "rowwise", measure=False, budget=10.0)
+    lines = {line.name: line.candidates["rowwise"] for line in report.sites}
+    assert lines["branch"].variance.samples == lines["head"].variance.samples == 48
+    assert report.models["rowwise"].predicted > 0
+    assert lines["encoder"].variance is None
+    assert lines["encoder"].why.startswith("no gradient of the outputs reaches it")
+    assert report.safe("rowwise") == ("first.0", "branch", "head")
+    assert "no gradient of the outputs reaches encoder" in report.notes[0]
+    assert all(x.grad is None for x in asking)
+
+
+def test_a_compiled_model_is_measured():
+    """A program that was compiled without the hooks of a candidate, or with those of the probe, would not change."""
+    model = network()
+    wanted, x = probe_(model, data(4, 64), "rowwise").models["rowwise"], data(1, 64)[0]
+    y = model(x)
+    compiled = torch.compile(model, backend="eager")
+    found = probe_(compiled, data(4, 64), "rowwise").models["rowwise"]
+    assert found.measured == pytest.approx(wanted.measured)
+    assert found.predicted == pytest.approx(wanted.predicted)
+    assert torch.equal(compiled(x), y)
+
+
+class Residual(nn.Module):
+    """A sum in place, in an input that was read before."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        h = x * 2
+        h += self.one(h)
+        return self.two(h)
+
+
+def test_inputs_that_change_before_the_backward_are_refused():
+    with pytest.raises(ValueError, match=r"one: its input was changed in place.*out of place"):
+        probe_(Residual(), data(2, 8), "rowwise")
+    with pytest.raises(ValueError, match=r"outputs are empty on a batch, of shape \(0, 1\)"):
+        probe_(Residual(), data(2, 0), "rowwise")
