@@ -76,14 +76,15 @@ def choose_(
     full name of a weight, or a function of it; None ties layers that are joined into one matrix where a model is served and
     those of one parent that read one tensor; {} ties none. measure: batches to measure by; None holds out every fourth of
     the calibration's, or of a single batch's sequences. candidates: settings of one's own by name, which are
-    measured too and taken where they are best: each gives the option of a weight by its full name, as a mapping or a function.
+    measured too and taken where they are best, whatever groups say: each gives the option of a weight by its full name, as a
+    mapping or a function.
     seed: of the labels that are drawn. progress(what, done, total) is called after each batch.
 
     The result's `plan` is what `quantize_` takes; of several budgets a tuple of results. The model stays as it is, bit for bit.
 
     Raises ValueError without batches, for options that no layer takes, a budget out of the range of the options, layers
-    that data do not reach, gradients that are not finite, groups without a common option, and candidates that give an option
-    which is none of a layer's; TypeError for other kinds of arguments.
+    that data do not reach, gradients that are not finite, groups without a common option, candidates that give an option
+    which is none of a layer's, and names that are no weight's in either; TypeError for other kinds of arguments.
     """
     configs, methods = checked_options(options)
     budgets = _checked_budgets(budget)

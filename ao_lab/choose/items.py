@@ -148,10 +148,12 @@ def checked_candidates(
     items: Sequence[Item], candidates: Candidates | None, options: Mapping[str, Config | None]
 ) -> dict[str, dict[str, str | None]]:
     """The option of each item in each setting; ValueError for an option that an item does not have."""
+    if not isinstance(candidates or {}, Mapping):
+        raise TypeError(f"candidates is a mapping of names to settings, got {kind_of(candidates)}")
     settings: dict[str, dict[str, str | None]] = {}
     for name, candidate in (candidates or {}).items():
-        ask = candidate.get if isinstance(candidate, Mapping) else candidate
-        settings[name] = {item.name: ask(item.name) for item in items}
+        options_of = _asked(items, candidate, f"candidates[{name!r}]")
+        settings[name] = {item.name: option for item, option in zip(items, options_of, strict=True)}
         for item in items:
             option = settings[name][item.name]
             if option is not None and option not in item.changes:
@@ -174,18 +176,31 @@ def labels(items: Sequence[Item], groups: Groups | None, reads: Mapping[str, int
     """
     if groups is None:
         return [_natural(item.name, reads) for item in items]
-    if isinstance(groups, Mapping):
-        names = {full for item in items for full in item.places}
-        if unknown := [name for name in groups if name not in names]:
-            raise ValueError(
-                f"groups names {shorten(unknown)}, no weights that are chosen for; names are {shorten([*names])}"
-            )
-    ask = groups.get if isinstance(groups, Mapping) else groups
-    asked = [ask(item.name) for item in items]
+    asked = _asked(items, groups, "groups")
     return [
         ("alone", item.name) if label is None else ("group", label)
         for item, label in zip(items, asked, strict=True)
     ]
+
+
+def _asked(items: Sequence[Item], table: Any, what: str) -> list[Any]:
+    """What a mapping from full names of weights, or a function of them, says of each item; None where it says nothing.
+
+    Raises ValueError for names of no item, TypeError for anything else than a mapping or a function.
+    """
+    if not isinstance(table, Mapping):
+        if not callable(table):
+            raise TypeError(
+                f"{what} is a mapping from names of weights or a function of them, got {kind_of(table)}"
+            )
+        return [table(item.name) for item in items]
+    names = {full for item in items for full in item.places}
+    if unknown := [name for name in table if name not in names]:
+        raise ValueError(
+            f"{what} names {shorten(unknown)}, no weights that are chosen for; names are {shorten([*names])}"
+        )
+    # Of a tied weight any name will do.
+    return [next((table[full] for full in item.places if full in table), None) for item in items]
 
 
 def _natural(name: str, reads: Mapping[str, int]) -> object:

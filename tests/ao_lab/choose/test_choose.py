@@ -13,7 +13,7 @@ import ao_lab
 import reference
 from ao_lab import Bits, Choice, SchemeConfig, choose_
 from ao_lab.choose import api, trials
-from ao_lab.choose.items import items_of
+from ao_lab.choose.items import Item, checked_candidates, items_of, labels
 from ao_lab.choose.scores import Scoring, divergences
 from ao_lab.choose.weights import Weights
 
@@ -301,9 +301,19 @@ def test_settings_by_hand_are_measured_and_taken_where_they_are_best(chosen):
     for message, one in (
         ("gives model.layers.0.self_attn.q_proj.weight the option 'int9'", {"x": lambda name: "int9"}),
         ("has the name of an option", {"int3": best}),
+        (r"candidates\['x'\] names middle, no weights", {"x": {"middle": "int3"}}),
+        (r"candidates\['x'\] is a mapping from names", {"x": "int3"}),
+        ("candidates is a mapping of names", ["x"]),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             choose_(model, batches(), OPTIONS, Bits(3.9), score=choice, candidates=one)
+
+
+def test_a_tied_weight_is_known_by_each_of_its_names():
+    item = Item({"table.weight": (nn.Embedding(4, 4), "weight"), "head.weight": (nn.Linear(4, 4), "weight")})
+    item.changes["int3"] = None
+    assert checked_candidates([item], {"x": {"head.weight": "int3"}}, {}) == {"x": {"table.weight": "int3"}}
+    assert labels([item], {"head.weight": 7}, {}) == [("group", 7)]
 
 
 def test_an_option_for_all_layers_is_the_result_where_it_is_better(chosen):
