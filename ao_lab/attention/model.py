@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 
-from ao_lab.attention.sdpa import attended
+from ao_lab.attention.sdpa import FEWEST_QUERIES, attended, warn_once
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache import ATTENTION, KV_CACHE
 from ao_lab.kv_cache.attention import NAME, UNKNOWN, attention_forward, fresh_states, inner, takes_functions
@@ -37,10 +37,12 @@ def forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights. ValueError for what it would leave out."""
-    others = ("softcap", "position_bias", *UNKNOWN)
     if isinstance(key, StoredStates) and key.fresh is not None and query.shape[2] > 1:
         key, value, attention_mask = fresh_states(key, value, attention_mask)
-    if isinstance(key, StoredStates) or any(kwargs.get(name) is not None for name in others):
+    others = [name for name in ("softcap", "position_bias", *UNKNOWN) if kwargs.get(name) is not None]
+    if others and query.shape[2] >= FEWEST_QUERIES:
+        warn_once(f"it has no {others[0]}")
+    if isinstance(key, StoredStates) or others:
         return attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )  # fmt: skip
@@ -82,7 +84,8 @@ def use_attention_(model: Any, recipe: str | AttentionRecipe | None = "int8") ->
 
     recipe: as in `replace_sdpa_`; None gives back what was before. Calls with fewer than 32 queries, of generation, go to
     transformers' "sdpa"; with a cache of `use_kv_cache_`, which is called before or after, to its attention. Padding, sliding
-    windows and grouped queries are covered; training, dropout and masks that are added to scores go to "sdpa", with a warning.
+    windows and grouped queries are covered; training, dropout, softcaps, and what is added to scores go to attention that has
+    them, with a warning.
 
     TypeError for what is no transformers model, ValueError for an unknown recipe and for a model whose attention takes no
     function of ours; nothing has changed then.

@@ -17,6 +17,7 @@ import torch
 
 from fast.attention.quantized import quantized_attention
 from fast.dispatch import wants_gradient
+from fast.ops import constant_result
 from reference.attention.quantized import AttentionRecipe, attention_recipe_of
 
 #: Fewer queries are decoding, which reads memory; 8 bits would make it no faster.
@@ -25,15 +26,22 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def reason_against(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None,
+    enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
     """Why a call is not for attention in 8 bits, or None."""
+    if any(x.is_nested for x in (query, key, value)):
+        return "it takes no nested tensors"
     if wants_gradient((query, key, value)):
         return "it has no gradient"
     if dropout:
         return "it has no dropout"
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return "it takes tensors (batch, heads, tokens, head_dim)"
+    if any(x.dtype != query.dtype or x.device != query.device for x in (key, value)):
+        return "it takes queries, keys and values of one dtype on one device"
+    if _broadcasts(query, key, value, enable_gqa) or 0 in (query.shape[3], value.shape[3]):
+        return "it takes no axes that are broadcast, and none of head_dim 0"
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it takes 16-bit and 32-bit floats, not {query.dtype}"
     if mask is not None and mask.dtype != torch.bool:
@@ -47,8 +55,16 @@ def reason_against(
     return None
 
 
+def _broadcasts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether a batch, or heads without groups, of length 1 stand for several."""
+    batches = [x.shape[0] for x in (query, key, value)]
+    heads = [x.shape[1] for x in ((key, value) if enable_gqa else (query, key, value))]
+    return any(1 in one and any(x != one[0] for x in one) for one in (batches, heads))
+
+
+@constant_result
 def warn_once(reason: str) -> None:
-    """Say that calls go to torch's attention."""
+    """Say that calls go to torch's attention; of a compiled program while it is traced."""
     if reason not in _WARNED:
         _WARNED.add(reason)
         warnings.warn(
@@ -71,10 +87,10 @@ def attended(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` by a recipe; torch's where `reason_against` has one, and for few queries."""
-    if query.dim() == 4 and query.shape[2] < FEWEST_QUERIES:
+    if query.dim() == 4 and not query.is_nested and query.shape[2] < FEWEST_QUERIES:
         reason: str | None = ""
     else:
-        reason = reason_against(query, key, value, attn_mask, dropout_p, scale)
+        reason = reason_against(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     if reason is None:
         if is_causal and attn_mask is not None:
             raise ValueError("scaled_dot_product_attention takes a mask or is_causal, not both")

@@ -17,6 +17,7 @@ from ao_lab.kv_cache.layer import StoredStates
 from fast.attention.attention import attention
 from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
+from reference.attention.window import ALL_STORED
 
 #: What the function and its mask are registered as.
 NAME = "ao_lab"
@@ -94,7 +95,8 @@ def _capped(
     """Over tensors, where torch's attention has no softcap. A mask says what is seen; without one the last keys are the
     queries'.
     """
-    keys, values = (StoredTokens(x, None, None, "", x.shape[-1]) for x in (key, value))
+    # The compiler knows a window by its name, not as a default.
+    keys, values = (StoredTokens(x, None, None, "", x.shape[-1], 3, ALL_STORED) for x in (key, value))
     length = torch.tensor(key.shape[2], device=key.device)
     causal = is_causal and mask is None
     y = attention(query, keys, values, length, scale=scaling, causal=causal, mask=mask, softcap=softcap)

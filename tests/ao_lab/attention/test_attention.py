@@ -1,14 +1,17 @@
 """Attention in 8 bits where users call it: a transformers model, and torch's own function replaced."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 import ao_lab
 from ao_lab.attention import sdpa
+from ao_lab.attention.model import forward
 from ao_lab.attention.sdpa import FEWEST_QUERIES
 from fast.attention.quantized import quantized_attention
+from reference.attention.quantized import ATTENTION_RECIPES
 
 F = torch.nn.functional
 TORCH = F.scaled_dot_product_attention
@@ -121,6 +124,7 @@ def test_what_goes_to_torch(monkeypatch):
     full = {"enable_gqa": True}
     cases = [({"dropout_p": 1e-9}, "no dropout"), ({"attn_mask": torch.zeros(32, 32)}, "masks of bool"),
              ({"scale": -1.0}, "positive scales")]  # fmt: skip
+    capped = torch.compile(partial(forward, ATTENTION_RECIPES["int8"]), backend="aot_eager", fullgraph=True)
     with ao_lab.replace_sdpa_():
         for options, said in cases:
             torch.manual_seed(0)
@@ -128,6 +132,17 @@ def test_what_goes_to_torch(monkeypatch):
                 y = F.scaled_dot_product_attention(q, k, v, **full, **options)
             torch.manual_seed(0)
             assert torch.equal(y, TORCH(q, k, v, **full, **options))
+        with pytest.warns(UserWarning, match="no axes that are broadcast"):
+            y = F.scaled_dot_product_attention(q, k[:1], v[:1], **full)
+        assert torch.equal(y, TORCH(q, k[:1], v[:1], **full))
+        with pytest.warns(UserWarning, match="of one dtype"), pytest.raises(RuntimeError, match="same dtype"):
+            F.scaled_dot_product_attention(q, k.half(), v, **full)
+        with pytest.warns(UserWarning, match="nested"):
+            F.scaled_dot_product_attention(
+                *[torch.nested.nested_tensor([q[0]], layout=torch.jagged).transpose(1, 2)] * 3
+            )
+        with pytest.warns(UserWarning, match="no softcap"):
+            capped(torch.nn.Module(), q, k, v, None, softcap=30.0)
         with pytest.warns(UserWarning, match="no gradient"):
             F.scaled_dot_product_attention(q.clone().requires_grad_(), k, v, **full).sum().backward()
         with warnings.catch_warnings():
