@@ -76,7 +76,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)  # after fixtures of the file
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Let go of what the tests of a file left, and look at the rest no more."""
+    """Let go of young objects that the tests of a file left, and look at the rest no more: older garbage stays, too."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect(1)
         gc.freeze()

@@ -118,15 +118,19 @@ class Loop:
     def evidence(self) -> None:
         """Wrong where a lever is on and has changed nothing."""
         kinds = {type(layer).__name__ for layer in self.cache.layers}
-        checks = {
-            "attention": self.model.config._attn_implementation == attention_of(self.levers),
-            "cache": not self.levers.cache or kinds == {"KVLayer"},
-            "graphs": self.captured == self.levers.graphs,
-            "weights": bool(self.levers.weights) == any(map(is_quantized, self.model.parameters())),
-        }
-        lost = [name for name, right in checks.items() if not right]
-        if lost:
-            raise Wrong(f"{', '.join(lost)} did not change the model: the row would be of another rung")
+        require_levers(
+            self,
+            attention=self.model.config._attn_implementation == attention_of(self.levers),
+            cache=not self.levers.cache or kinds == {"KVLayer"},
+        )
+
+
+def require_levers(work: Any, **checks: bool) -> None:
+    """Wrong where one of the checks, recording or quantization of the work is not as its levers say."""
+    checks["graphs"] = work.captured == work.levers.graphs
+    checks["weights"] = bool(work.levers.weights) == any(map(is_quantized, work.model.parameters()))
+    if lost := [name for name, right in checks.items() if not right]:
+        raise Wrong(f"{', '.join(lost)} did not change the model: the row would be of another rung")
 
 
 def attention_of(levers: Levers) -> str:

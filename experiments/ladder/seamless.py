@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
-from experiments.harness.measuring import Values, Wrong
+from experiments.harness.measuring import Values
 from experiments.harness.memory import synchronize
-from experiments.ladder.decoding import WARMUP, attention_of, captured, compiled, is_quantized
+from experiments.ladder.decoding import WARMUP, attention_of, captured, compiled, require_levers
 from experiments.ladder.rungs import Levers
 from experiments.ladder.subjects import Seamless
 
@@ -268,14 +268,11 @@ class Utterances:
     def evidence(self) -> None:
         """Wrong where a lever is on and has changed nothing."""
         kinds = {type(layer).__name__ for layer in self.beams.cache.self_attention_cache.layers}
-        checks = {
-            "attention": self.model.text_decoder.config._attn_implementation == attention_of(self.levers),
-            "cache": not self.levers.cache or kinds == {"KVLayer"},
-            "graphs": self.captured == self.levers.graphs,
-            "weights": bool(self.levers.weights) == any(map(is_quantized, self.model.parameters())),
-        }
-        if lost := [name for name, right in checks.items() if not right]:
-            raise Wrong(f"{', '.join(lost)} did not change the model: the row would be of another rung")
+        require_levers(
+            self,
+            attention=self.model.text_decoder.config._attn_implementation == attention_of(self.levers),
+            cache=not self.levers.cache or kinds == {"KVLayer"},
+        )
 
     def values(self, seconds: float) -> Values:
         """Utterances a second, and milliseconds of each program, by itself, the text decoder's of all tokens."""

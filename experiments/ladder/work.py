@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ao_lab
 from experiments.harness.measuring import Values, Wrong
-from experiments.ladder.decoding import Loop, captured, compiled, is_quantized
+from experiments.ladder.decoding import Loop, captured, compiled, is_quantized, require_levers
 from experiments.ladder.rungs import Levers
 from experiments.ladder.seamless import Utterances
 from experiments.ladder.subjects import WEIGHTS, Decoder, Ranker, Seamless, Subject
@@ -162,13 +162,8 @@ class Requests:
     def evidence(self) -> None:
         """Wrong where a lever is on and has changed nothing."""
         wanted = fused_attention if self.levers.attention else padded_attention
-        checks = {
-            "attention": all(layer.attention.function is wanted for layer in self.model.layers),
-            "graphs": self.captured == self.levers.graphs,
-            "weights": bool(self.levers.weights) == any(map(is_quantized, self.model.parameters())),
-        }
-        if lost := [name for name, right in checks.items() if not right]:
-            raise Wrong(f"{', '.join(lost)} did not change the model: the row would be of another rung")
+        layers = self.model.layers
+        require_levers(self, attention=all(layer.attention.function is wanted for layer in layers))
 
     def values(self, seconds: float) -> Values:
         """Users a second, and tokens of theirs."""

@@ -228,7 +228,7 @@ def padded_attention(
 def blocked_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: RelativeBias | None, config: HSTUConfig
 ) -> Tensor:
-    """User by user, over blocks of queries and the keys up to their end: no padding, half of the products, little memory."""
+    """User by user, over blocks of queries and the keys up to their end: no padding, half of the arithmetic, little memory."""
     parts, begin = [], 0
     for length, candidates in zip(layout.batch.lengths, layout.batch.candidates, strict=True):
         user = slice(begin, begin + length)

@@ -58,6 +58,20 @@ def test_right_drafts_are_accepted():
     assert (found.acceptance, found.tokens_per_round, found.rounds) == (1.0, 4.0, 5)
 
 
+def test_a_round_goes_beyond_the_last_token():
+    """Of the call, or an end token, which may come twice in a round."""
+    model = idle_after(llama(), 2)
+    plain = greedy(model, PROMPT, 16)
+    new = plain[0, 7:].tolist()
+    assert new.count(13) == 3
+    speculation = SelfSpeculation(model, exit_layer=2, drafts=9, max_length=32)
+    for wanted, end in ((16, None), (16, 13), (2, 13), (2, 49)):
+        found = speculation.generate(PROMPT, wanted, end)
+        last = min(wanted, new.index(end) + 1) if end else wanted
+        assert torch.equal(found.tokens, plain[:, : 7 + last])
+        assert found.rounds <= 2
+
+
 def test_drafts_that_are_always_wrong_cost_no_token():
     model = llama()
     expected = greedy(model, PROMPT, 12)

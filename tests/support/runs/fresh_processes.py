@@ -23,7 +23,7 @@ CONTEXTS = [FORKSERVER, pytest.param("spawn", marks=pytest.mark.nightly)]
 
 def context(method: str = FORKSERVER) -> BaseContext:
     """Of `multiprocessing`; what forks has imported MODULES, once for all tests of this process."""
-    made = multiprocessing.get_context(method)
+    chosen = multiprocessing.get_context(method)
     if method == FORKSERVER:
-        made.set_forkserver_preload(list(MODULES))
-    return made
+        chosen.set_forkserver_preload(list(MODULES))
+    return chosen
