@@ -288,26 +288,33 @@ class ExpertWatch(TorchFunctionMode):
     def see_either(self, a: Any, b: Any) -> None:
         """Take in the rows of x w, or the columns of w x."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            if _memory(a) in self.weights or _memory(a) in self.copies:
-                a, b = b.mT, a
+            if _memory(a) in self.weights or self.copy_of(a) is not None:
+                a, b = b.mT if b.dim() > 1 else b, a
             self.see(a, b)
+
+    def copy_of(self, w: torch.Tensor) -> tuple[list[SplitMoments], torch.Tensor] | None:
+        """The moments and the experts' numbers of a copy that is still held: its memory may be another tensor's by now."""
+        copied, moments, numbers = self.copies.get(_memory(w), (lambda: None, [], w))
+        return None if copied() is None else (moments, numbers)
 
     def see(self, x: torch.Tensor, w: Any, ends: torch.Tensor | None = None) -> None:
         """Take in the rows that are multiplied with a matrix, or with each matrix of a batch up to its end."""
         if not isinstance(w, torch.Tensor) or isinstance(w, QuantizedTensor) or w.is_meta:
             return
-        x, copied = x.detach(), self.copies.get(_memory(w))
-        if copied is not None and copied[0]() is not None and x.dim() == 3 and len(x) == len(copied[2]):
-            _, moments, numbers = copied
+        x, copied = x.detach() if x.dim() > 1 else x.detach()[None], self.copy_of(w)
+        if copied is not None and x.dim() == 3 and len(x) == len(copied[1]):
+            moments, numbers = copied
             self.update(moments, [(e, x[numbers == e].flatten(0, 1)) for e in range(len(moments))])
             return
         known = self.weights.get(_memory(w))
         if known is None:
             return
         weight, moments = known
-        if w.numel() == weight.numel():
-            spans = pairwise([0, *ends.tolist()]) if ends is not None else ()
-            parts = [x[a:b] for a, b in spans] if ends is not None else list(x) if x.dim() == 3 else []
+        if ends is not None and w.numel() == weight.numel():
+            self.update(moments, list(enumerate(x[a:b] for a, b in pairwise([0, *ends.tolist()]))))
+        elif w.numel() == weight.numel():
+            # Rows of each expert, or the same for all of them.
+            parts = x.expand(len(w), *x.shape[-2:]) if w.dim() == 3 >= x.dim() else ()
             self.update(moments, list(enumerate(parts)))
         elif ends is None:
             expert, rest = divmod(int(w.storage_offset() - weight.storage_offset()), weight[0].numel())
@@ -340,7 +347,8 @@ class ExpertWatch(TorchFunctionMode):
 
 def _memory(tensor: torch.Tensor) -> int:
     """What tells a tensor's memory; 0 for one without."""
-    return 0 if isinstance(tensor, QuantizedTensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
+    has_none = isinstance(tensor, QuantizedTensor) or tensor.is_meta or tensor.layout is not torch.strided
+    return 0 if has_none else tensor.untyped_storage().data_ptr()
 
 
 def _cut(roles: torch.Tensor | None, parts: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:

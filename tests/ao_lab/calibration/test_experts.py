@@ -330,6 +330,41 @@ def test_experts_whose_inputs_overflow_are_an_error():
         quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: [row @ w[e] for e in range(3) for row in x],
+        lambda x, w: [w.mT[e] @ row for e in range(3) for row in x],
+        lambda x, w: [w.mT[e] @ x.T for e in range(3)],
+        torch.matmul,
+        lambda x, w: x[None] @ w,
+        lambda x, w: torch.bmm(x.expand(3, 4, 16), w),
+    ],
+)
+def test_rows_of_all_experts_are_seen_however_they_are_multiplied(product):
+    """By vectors, from either side, or by one matrix of tokens for all of them; sparse matrices go by."""
+    x, weight = torch.randn(4, 16), nn.Parameter(torch.randn(3, 16, 8))
+    target = type("Target", (), {"name": "w", "parameter": weight})
+    with ExpertWatch([target], None, False) as watch, torch.no_grad():
+        product(x, weight)
+        x.to_sparse() @ x.T
+    for one in watch.moments["w"]:
+        assert one.train.count == 4
+        # Products and sums of float32 rows in float64.
+        torch.testing.assert_close(one.train.hessian, x.T.double() @ x.double() / 4, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_of_a_copy_that_is_gone_is_no_copy():
+    weight = nn.Parameter(torch.randn(3, 16, 16))
+    target = type("Target", (), {"name": "w", "parameter": weight})
+    with ExpertWatch([target], None, False) as watch, torch.no_grad():
+        copied = weight[torch.tensor([0])]
+        x = torch.empty(0).set_(copied.untyped_storage(), 0, (4, 16))
+        del copied
+        x @ weight[1]
+    assert [one.train.count for one in watch.moments["w"]] == [0, 4, 0]
+
+
 class Turned(Block):
     """All tokens go to both of two experts, whose weights are (experts, in, out), or (experts, out, in)."""
 
