@@ -37,6 +37,7 @@ os.environ.update(
 import torch  # noqa: E402
 
 import ao_lab  # noqa: E402
+from ao_lab.cli.export import Logits  # noqa: E402
 from tests.support.models.small_llama import tokenizer  # noqa: E402
 
 DATA, PAGE = ROOT / "docs" / "clients.csv", ROOT / "docs" / "CLIENTS.md"
@@ -168,18 +169,6 @@ def by_llama_cpp(case: Case) -> tuple[str, Any]:
     return "last", torch.tensor([one["logprob"] for one in sorted(found, key=lambda one: one["id"])])
 
 
-class Logits(torch.nn.Module):
-    """Token numbers to logits."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> Any:
-        """(1, T) to (1, T, vocabulary)."""
-        return self.model(input_ids=ids, use_cache=False).logits
-
-
 def exported(case: Case) -> Path:
     """An ONNX file of the model."""
     path = ao_lab.export_onnx(Logits(case.model), (case.ids,), case.folder / "model.onnx").path
@@ -191,7 +180,7 @@ def by_onnxruntime(case: Case) -> tuple[str, Any]:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(exported(case))
-    return "all", torch.from_numpy(session.run(None, {"ids": case.ids.numpy()})[0])
+    return "all", torch.from_numpy(session.run(None, {"input_ids": case.ids.numpy()})[0])
 
 
 def by_openvino(case: Case) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.data.impressions import Array, Impressions, counts_before
+from experiments.data.impressions import Array, Impressions, shares_before
 from experiments.data.item_sequences import ItemSequences
 
 CATEGORIES, OWN, ALPHA, ZIPF = 128, 4, 500, 0.95
@@ -68,7 +68,7 @@ def impressions(users: int, length: int, items: int, seed: int) -> Impressions:
     columns = (user[:, None], category[:, None], item[:, None], past)
     return Impressions(
         name="drawn ratings",
-        dense=_dense(user * CATEGORIES + category, item, liked, time),
+        dense=shares_before((user * CATEGORIES + category, item), time, liked),
         ids=np.concatenate(columns, 1).astype(np.int32),
         labels=liked,
         tables={"user": users, "category": CATEGORIES, "item": drawn.size, "history": drawn.size},
@@ -76,16 +76,6 @@ def impressions(users: int, length: int, items: int, seed: int) -> Impressions:
         first_held_out=int(len(liked) * (1 - HELD_OUT)),
         synthetic=True,
     )
-
-
-def _dense(taste: Array, item: Array, liked: Array, time: Array) -> Array:
-    """Of user with category, and of item: the logarithm of ratings before, and what share was liked. (N, 4) float32."""
-    columns = []
-    for key in (taste, item):
-        seen = counts_before(key, time, key, time)
-        good = counts_before(key[liked > 0], time[liked > 0], key, time)
-        columns += [np.log1p(seen), (good + 1) / (seen + 2)]
-    return np.stack(columns, 1).astype(np.float32)
 
 
 __all__ = ["impressions", "sequences", "zipf"]

@@ -4,7 +4,7 @@ An impression has dense features, and for every table a bag of ids of a fixed le
 one matrix. Where fewer ids are known, the others are 0, a row of the table like any other (it learns what "nothing" means).
 Later impressions are held out: a model is judged on a time that it has not seen.
 
-`counts_before` and `last_before` make features of the past of an impression, never of its own time or later.
+`counts_before`, `shares_before` and `last_before` make features of the past of an impression, never of its own time or later.
 """
 
 from __future__ import annotations
@@ -110,6 +110,17 @@ def counts_before(keys: Array, times: Array, asked: Array, at: Array) -> Array:
     return result
 
 
+def shares_before(keys: tuple[Array, ...], times: Array, labels: Array) -> Array:
+    """For each key of an event: the logarithm of its events before, and what share of them was labelled 1 (one of two where
+    there are none). (N, 2 keys) float32."""
+    columns = []
+    for key in keys:
+        seen = counts_before(key, times, key, times)
+        good = counts_before(key[labels > 0], times[labels > 0], key, times)
+        columns += [np.log1p(seen), (good + 1) / (seen + 2)]
+    return np.stack(columns, 1).astype(np.float32)
+
+
 def last_before(keys: Array, times: Array, values: Array, asked: Array, at: Array, count: int) -> Array:
     """The last `count` values of a key before a time, the latest first, 0 where there are fewer: (n, count)."""
     stamp = (keys.astype(np.int64) << TIME_BITS) | times
@@ -170,4 +181,4 @@ def from_arrays(arrays: Mapping[str, Array]) -> Impressions:
     )
 
 
-__all__ = ["Batch", "Impressions", "counts_before", "last_before", "numbered", "stored"]
+__all__ = ["Batch", "Impressions", "counts_before", "last_before", "numbered", "shares_before", "stored"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.data.impressions import Array, Impressions, counts_before, last_before, numbered
+from experiments.data.impressions import Array, Impressions, last_before, numbered, shares_before
 from experiments.data.item_sequences import ItemSequences, by_user
 from experiments.data.packages import Part, opened
 
@@ -56,7 +56,7 @@ def impressions(
     parts = [values.reshape(len(user), -1).astype(np.int32) for values, _ in ids.values()]
     return Impressions(
         name="movielens_100k",
-        dense=dense_features(user, item, liked, time),
+        dense=shares_before((user, item), time, liked),
         ids=np.concatenate(parts, 1),
         labels=liked,
         tables={name: size for name, (_, size) in ids.items()},
@@ -88,16 +88,6 @@ def kinds_of(items: Mapping[str, Array], item: Array) -> tuple[Array, int]:
         if key < len(of_item):
             of_item[key, : len(words)] = [names[word] for word in words[:KINDS]]
     return of_item[item], len(names) + 1
-
-
-def dense_features(user: Array, item: Array, liked: Array, time: Array) -> Array:
-    """Logarithms of ratings of this person and of this film before, and what share of each was liked: (N, 4) float32."""
-    columns = []
-    for key in (user, item):
-        seen = counts_before(key, time, key, time)
-        good = counts_before(key[liked > 0], time[liked > 0], key, time)
-        columns += [np.log1p(seen), (good + 1) / (seen + 2)]
-    return np.stack(columns, 1).astype(np.float32)
 
 
 def sequences(cache: Path, length: int = 200) -> ItemSequences:

@@ -26,6 +26,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized
 
 BLOCKS = (*TYPES, "MXFP4")
+#: Fields of a configuration that no metadata has, and a tensor that is there where they are true.
+BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 
 
 def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -110,7 +112,7 @@ def _torch_parts(q: Quantized) -> Quantized:
 def _model(path: Path, file: Any, dtype: torch.dtype) -> Any:
     """The model that the file describes, its values not yet set.
 
-    transformers' loader leaves the width of heads and biases of attention at its classes' defaults.
+    transformers' loader leaves the width of heads and biases at its classes' defaults.
     """
     transformers = needed("transformers")
     with _quietly(transformers):
@@ -125,8 +127,9 @@ def _model(path: Path, file: Any, dtype: torch.dtype) -> Any:
     kind = file.fields["general.architecture"].contents()
     if (width := file.fields.get(f"{kind}.attention.key_length")) is not None:
         config.head_dim = int(width.contents())
-    if hasattr(config, "attention_bias"):
-        config.attention_bias = any(one.name == "blk.0.attn_q.bias" for one in file.tensors)
+    for field, name in BIASES.items():
+        if hasattr(config, field):
+            setattr(config, field, any(one.name == name for one in file.tensors))
     _check_numbers(path, config, file.tensors)
     with parameters_without_memory(2 * len(file.tensors) + 64, path):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -15,7 +15,7 @@ Source: onnx 1.23, docs/Operators.md; onnxruntime, docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,17 @@ WAY_OUT = (
 )
 
 
+def _of_microsoft(
+    name: str, inputs: Sequence[torch.Tensor], attributes: dict[str, Any], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """An operator of com.microsoft that multiplies its first input by a stored weight (N, K), and a bias."""
+    x = inputs[0]
+    y: torch.Tensor = torch.onnx.ops.symbolic(
+        f"com.microsoft::{name}", inputs, attributes, dtype=x.dtype, shape=(*x.shape[:-1], attributes["N"]), version=1
+    )  # fmt: skip
+    return y if bias is None else y + bias
+
+
 class NBitsLinear(nn.Module):
     """`MatMulNBits`: integers in blocks along K."""
 
@@ -74,13 +85,8 @@ class NBitsLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) float32 to (..., N)."""
         attributes: Any = {"K": self.length, "N": self.rows, "bits": self.bits, "block_size": self.size}
-        shape = (*x.shape[:-1], self.rows)
         inputs = [x, self.codes, self.scale, *([] if self.zero is None else [self.zero])]
-        name = "com.microsoft::MatMulNBits"
-        y: torch.Tensor = torch.onnx.ops.symbolic(
-            name, inputs, attributes, dtype=x.dtype, shape=shape, version=1
-        )
-        return y if self.bias is None else y + self.bias
+        return _of_microsoft("MatMulNBits", inputs, attributes, self.bias)
 
 
 class Float8Linear(nn.Module):
@@ -129,12 +135,7 @@ class Nf4Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) float32 to (..., N)."""
         attributes: Any = {"K": self.length, "N": self.rows, "block_size": self.size, "quant_type": 1}
-        shape, inputs = (*x.shape[:-1], self.rows), (x, self.codes, self.scale)
-        name = "com.microsoft::MatMulBnb4"
-        y: torch.Tensor = torch.onnx.ops.symbolic(
-            name, inputs, attributes, dtype=x.dtype, shape=shape, version=1
-        )
-        return y if self.bias is None else y + self.bias
+        return _of_microsoft("MatMulBnb4", (x, self.codes, self.scale), attributes, self.bias)
 
 
 class DynamicInt8Linear(nn.Module):
@@ -256,7 +257,4 @@ def _by_int8(weight: QuantizedTensor, q: Quantized, bias: torch.Tensor | None) -
     return DynamicInt8Linear(q, bias)
 
 
-#: What makes a layer, for annotations.
-Maker = Callable[[QuantizedTensor, torch.Tensor | None], nn.Module]
-
-__all__ = ["Maker", "onnx_layer"]
+__all__ = ["onnx_layer"]

@@ -111,7 +111,7 @@ def big_table(name: str, rows: int, device: str = "cuda") -> Quantized:
     codes = torch.empty((rows, WIDTH // 2 if packed else WIDTH), dtype=torch.uint8, device=device)
     for piece in codes.split(1 << 23):
         # No NaN of e4m3: bits of the exponent are not all set.
-        piece.random_(0, 256).bitwise_and_(0xBF if name.startswith("fp8") else 0xFF)
+        piece.random_(0, 256).bitwise_and_(0xFF if scheme.format.kind == "int" else 0xBF)
     scale = torch.rand((rows, 1), device=device) * 0.01
     return Quantized(codes, scale, None, None, (rows, WIDTH), 1, scheme, packed)
 

@@ -16,7 +16,7 @@ FIELDS = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 CLASSES = {
-    "llama": ("LlamaForCausalLM", {"attention_bias": True, "tie_word_embeddings": False}),
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
@@ -82,7 +82,9 @@ READ = {"llama": "int8_g32_f16", "mistral": "mxfp4", "qwen2": "int4_g32_f16", "q
 def test_transformers_reads_the_same_weights(kind, tmp_path):
     """Bit for bit, biases and norms too, and the same outputs up to float32's rounding of sums."""
     # Its loader knows no biases of "llama".
-    model = model_of(kind, READ[kind], **({"attention_bias": False} if kind == "llama" else {}))
+    model = model_of(
+        kind, READ[kind], **({"attention_bias": False, "mlp_bias": False} if kind == "llama" else {})
+    )
     written = ao_lab.save_gguf(model, tmp_path / "model.gguf", fast_tokenizer())
     theirs = by_transformers(written.path)
     assert theirs.config.model_type == kind.replace("mistral", "llama")
