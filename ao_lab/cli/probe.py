@@ -111,7 +111,7 @@ def batches_of(source: Path, model: Any, wanted: Wanted) -> list[Any]:
     """Windows of a text, or slices of the tensors of a file; WrongInput where there are none."""
     path = Path(wanted.data)
     if path.suffix in TENSORS:
-        return tensor_batches(path, wanted)
+        return tensor_batches(path, model, wanted)
     from ao_lab.cli.evaluate import check_language_model
     from ao_lab.eval import check_text
 
@@ -126,8 +126,10 @@ def batches_of(source: Path, model: Any, wanted: Wanted) -> list[Any]:
     return list(data.batches(source, model))
 
 
-def tensor_batches(path: Path, wanted: Wanted) -> list[dict[str, Any]]:
-    """The tensors of a file, cut along their first axis."""
+def tensor_batches(path: Path, model: Any, wanted: Wanted) -> list[dict[str, Any]]:
+    """The tensors of a file, arguments of the model, cut along their first axis; floats in the model's dtype."""
+    import inspect
+
     import numpy as np
     import torch
     from safetensors.torch import load_file
@@ -147,7 +149,17 @@ def tensor_batches(path: Path, wanted: Wanted) -> list[dict[str, Any]]:
         raise WrongInput(
             f"--data {path}: tensors have one first axis, the examples; got lengths {sorted(lengths)}"
         )
+    known = [
+        name
+        for name, one in inspect.signature(model.forward).parameters.items()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    if unknown := sorted(set(tensors) - set(known)):
+        raise WrongInput(
+            f"--data {path}: {type(model).__name__} has no argument {', '.join(unknown)}; it takes {', '.join(known)}"
+        )
     device = wanted.device or "cpu"
+    tensors = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
     return [
         {name: x[start : start + BATCH].to(device) for name, x in tensors.items()}
         for start in range(0, lengths.pop(), BATCH)
@@ -160,7 +172,10 @@ def draw(report: ProbeReport, path: Path) -> None:
 
     figure, axes = needed("matplotlib.pyplot").subplots(figsize=(max(6, len(report.sites) / 5), 5))
     report.plot(axes)
-    figure.savefig(path, bbox_inches="tight")
+    try:
+        figure.savefig(path, bbox_inches="tight")
+    except ValueError as error:
+        raise WrongInput(f"--plot {path}: {error}") from error
 
 
 def show(report: ProbeReport, as_json: bool) -> None:

@@ -176,7 +176,7 @@ class ProbeReport:
             if told.pop("ao_lab_probe") != FORMAT:
                 raise ValueError(f"it is of another version than {FORMAT}")
             sites = tuple(_line(one) for one in told["sites"])
-            models = {name: ModelErrors(**one) for name, one in told["models"].items()}
+            models = {name: _model(one) for name, one in told["models"].items()}
             return cls(sites, models, told["steps"], tuple(told["notes"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no report as ProbeReport.to_json writes it: {error}") from error
@@ -284,10 +284,15 @@ def _estimate(told: Any) -> Estimate | None:
     )
 
 
+def _model(told: dict[str, Any]) -> ModelErrors:
+    values: dict[str, Any] = {name: None if x is None else float(x) for name, x in told.items()}
+    return ModelErrors(**values)
+
+
 def _line(told: dict[str, Any]) -> SiteLine:
     candidates = {name: _errors(one) for name, one in told["candidates"].items()}
     n, k = told["shape"]
-    return SiteLine(told["name"], (n, k), told["tokens"], told["peak"], candidates)
+    return SiteLine(told["name"], (n, k), told["tokens"], float(told["peak"]), candidates)
 
 
 def _errors(told: dict[str, Any]) -> SiteErrors:
@@ -296,7 +301,8 @@ def _errors(told: dict[str, Any]) -> SiteErrors:
     gradients = {
         name: found for name, one in told["gradients"].items() if (found := _estimate(one)) is not None
     }
-    return SiteErrors(**{**told, **estimates, "gradients": gradients})
+    parts = {name: float(told[name]) for name in ("inputs", "weights")}
+    return SiteErrors(**{**told, **estimates, **parts, "gradients": gradients})
 
 
 __all__ = ["ProbeReport"]

@@ -22,15 +22,16 @@ def speed_of(recipe: Recipe, shape: tuple[int, int], tokens: int) -> float | Non
     both = x.scheme is not None
     if both and not (bits(x) <= 8 and bits(w) <= 8 and n % STEP == 0 and k % STEP == 0):
         return None
-    plain = _time(tokens, n, k, 2 * k, 2 * n * k, BF16)
+    plain = product_seconds(tokens, n, k, 2 * k, 2 * n * k, BF16)
     stored = n * k * bits(w) / 8
     if not both:
-        return plain / _time(tokens, n, k, 2 * k, stored, BF16)
+        return plain / product_seconds(tokens, n, k, 2 * k, stored, BF16)
     cast = tokens * k * (2 + bits(x) / 8) / COPY
-    return plain / (_time(tokens, n, k, k * bits(x) / 8, stored, EIGHT) + cast)
+    return plain / (product_seconds(tokens, n, k, k * bits(x) / 8, stored, EIGHT) + cast)
 
 
-def _time(m: int, n: int, k: int, row: float, weight: float, rate: float) -> float:
+def product_seconds(m: int, n: int, k: int, row: float, weight: float, rate: float) -> float:
+    """Of (m, k) by (n, k) with 16-bit outputs: `row` bytes of a row of inputs, `weight` of all weights, `rate` in FLOP/s."""
     return max(2 * m * n * k / rate, (m * row + weight + 2 * m * n) / COPY)
 
 

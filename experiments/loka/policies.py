@@ -18,7 +18,7 @@ from ao_lab.gemm.choices import DENSE, SUBSETS
 from ao_lab.policy.decide import Decision
 from ao_lab.policy.options import Times, measured_times
 from ao_lab.probe.report import ProbeReport
-from ao_lab.probe.speed import BF16, COPY, EIGHT
+from ao_lab.probe.speed import BF16, COPY, EIGHT, product_seconds
 from ao_lab.training.products import has_fp8
 from experiments.harness.measuring import Values
 from experiments.loka.subjects import MODELS
@@ -52,10 +52,9 @@ def modelled_times(
     result = {}
     for name in names:
         n, k = (LONGER * length for length in modules[name].weight.shape)
-        flop, bytes_ = 2 * BATCH * n * k, 2 * (BATCH * k + n * k + BATCH * n)
-        dense = max(flop / BF16, bytes_ / COPY)
+        dense = product_seconds(BATCH, n, k, 2 * k, 2 * n * k, BF16)
         # A cast reads 16 bits and writes 8 of both operands.
-        low = max(flop / EIGHT, (bytes_ - BATCH * k - n * k) / COPY) + 3 * (BATCH * k + n * k) / COPY
+        low = product_seconds(BATCH, n, k, k, n * k, EIGHT) + 3 * (BATCH * k + n * k) / COPY
         result[name] = {
             (one.name, subset): sum(low if part in subset.split("+") else dense for part in PARTS)
             for one in recipes

@@ -5,7 +5,7 @@ All of it is NumPy in float64. Samples are tokens (rows of a layer's input), tak
 
 from __future__ import annotations
 
-from math import erf, inf, nan, sqrt
+from math import inf, nan, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,11 +89,6 @@ def bootstrapped(value: float, values: F64, samples: int) -> Estimate:
     return Estimate(value, float(values.std(ddof=1)), float(low), float(high), samples)
 
 
-def tail(z: float) -> float:
-    """The probability that a standard normal number is beyond z."""
-    return 0.5 * (1 - erf(z / sqrt(2)))
-
-
 def vector(x: Any, what: str) -> F64:
     """Samples (n,), n >= 1, as float64; ValueError for other shapes, none, and NaN."""
     array = np.asarray(x, np.float64)
@@ -116,6 +111,5 @@ __all__ = [
     "quantile",
     "ratio_of_sums",
     "resampled",
-    "tail",
     "vector",
 ]

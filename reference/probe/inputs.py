@@ -30,8 +30,8 @@ from reference.probe.estimates import F64
 FLOOR = 1e-4
 #: Points of a distribution that a model stores.
 QUANTILES = 129
-#: Directions of `low_rank`; covariances take K^2 numbers up to this many channels.
-RANK, MOST_CHANNELS = 256, 4096
+#: Directions of `low_rank`.
+RANK = 256
 
 
 class Moments(NamedTuple):

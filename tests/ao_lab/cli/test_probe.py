@@ -24,7 +24,7 @@ def vision(tmp_path_factory):
     path = tmp_path_factory.mktemp("vision")
     transformers.utils.logging.disable_progress_bar()
     transformers.ViTForImageClassification(config).save_pretrained(path)
-    images = np.random.default_rng(0).standard_normal((24, 3, 16, 16), dtype=np.float32)
+    images = np.random.default_rng(0).standard_normal((24, 3, 16, 16))  # float64, as NumPy has it
     np.savez(path / "images.npz", pixel_values=images)
     return path
 
@@ -58,9 +58,11 @@ def test_a_vision_transformer(vision, capsys):
 
 def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
     text = ["--data", str(folder / "words.txt")]
+    np.savez(tmp_path / "odd.npz", images=np.zeros((2, 3, 16, 16), np.float32))
     for arguments, said in (
         ([str(folder), *text, "--candidate", "rowwyse"], "rowwyse"),
         ([str(folder), "--data", str(tmp_path / "none.npz")], "is no file"),
+        ([str(vision), "--data", str(tmp_path / "odd.npz")], "has no argument images; it takes pixel_values"),
         ([str(vision), *text], "takes a .safetensors or .npz of its"),
         ([str(tmp_path), *text], "config.json"),
     ):

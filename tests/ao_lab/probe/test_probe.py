@@ -1,6 +1,8 @@
 """`probe_`: errors by site, what they cost the outputs, what is safe, and that the model stays as it is."""
 
 import copy
+from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -111,7 +113,14 @@ def test_the_smallest_variances_are_safe_within_the_budget():
 
 def test_the_report_is_read_back():
     report = probe_(network(), data(2), ["rowwise", "int4_g48"])
-    assert ProbeReport.from_json(report.to_json()).to_json() == report.to_json()
+    again = ProbeReport.from_json(report.to_json())
+    assert again.to_json() == report.to_json()
+    assert str(again) == str(report)
+    line = report.site("up")
+    endless = replace(line, peak=inf, candidates={"rowwise": replace(line.candidates["rowwise"], inputs=inf)})
+    models = {"rowwise": replace(report.models["rowwise"], error=inf)}
+    odd = ProbeReport((endless,), models)
+    assert str(ProbeReport.from_json(odd.to_json())) == str(odd)
     left = report.site("mlp.0").candidates["int4_g48"]
     assert (left.safe, left.norm_ratio) == (False, None)
     assert "not a multiple of 48" in left.why

@@ -57,11 +57,6 @@ def test_a_bootstrap_takes_as_many_samples():
     assert (found.low, found.high, found.samples) == (2.5, 97.5, 7)
 
 
-def test_the_tail_of_a_normal_number():
-    assert estimates.tail(0) == 0.5
-    assert estimates.tail(estimates.WIDTH) == pytest.approx(0.025, rel=1e-9)
-
-
 @pytest.mark.parametrize("x", [[], [[1.0]], [1.0, np.nan]], ids=["none", "a matrix", "nan"])
 def test_wrong_samples(x):
     with pytest.raises(ValueError, match="samples"):
