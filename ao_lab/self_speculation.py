@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.compile.fused_linears import compile_options
-from ao_lab.kv_cache.attention import reader_of_caches
+from ao_lab.kv_cache.attention import inner, reader_of_caches
 from ao_lab.kv_cache.cache import KVCache
 from ao_lab.kv_cache.layer import KVLayer
 
@@ -78,6 +78,7 @@ class SelfSpeculation:
         compiled: bool = False,
         captured: bool | None = None,
     ) -> None:
+        model = inner(model)
         layers = _layers(model)
         if not 1 <= exit_layer < len(layers):
             raise ValueError(
@@ -93,13 +94,13 @@ class SelfSpeculation:
                 f"{type(model).__name__} has layers with sliding windows or states, from which rejected drafts cannot be "
                 "taken back"
             )
-        model.set_attn_implementation(reader_of_caches(model))
         device = next(model.parameters()).device
         self.captured = device.type == "cuda" if captured is None else captured
         if self.captured and device.type != "cuda":
             raise ValueError(
                 f"captured=True needs a model on a GPU, this one is on {device.type}; leave it out"
             )
+        model.set_attn_implementation(reader_of_caches(model))
         whole, early = NextTokens(model), NextTokens(_first_layers(model, exit_layer))
         options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
         self.check: Callable[..., Tensor] = torch.compile(whole, **options) if compiled else whole

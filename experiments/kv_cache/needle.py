@@ -140,11 +140,9 @@ def attended(q: Any, k: Any, v: Any, recipe: str, chain: int | None) -> Any:
     """Attention to stored keys and values, float32; chain 0: exact sums, else FP8 sums of so many tokens, None of all."""
     chosen = RECIPES[recipe]
     if chain != 0:
-        scale = np.float32(np.abs(v).max() / 448)
-        values = np.asarray(
-            reference.decode(reference.encode(v / scale, "float8_e4m3fn"), "float8_e4m3fn"), np.float32
-        )
-        return attention(q, k, values, accumulation="hopper_fp8", promote=chain) * scale
+        held = reference.quantize(v, "fp8_tensorwise")
+        values = np.asarray(reference.decode(held.codes, held.scheme.element), np.float32)
+        return attention(q, k, values, accumulation="hopper_fp8", promote=chain) * np.float32(held.scale)
     stored = [
         _stored(x, scheme, axis) for x, scheme, axis in zip((k, v), chosen.schemes, chosen.axes, strict=True)
     ]

@@ -134,8 +134,17 @@ def test_the_model_is_left_alone():
     ],
 )
 def test_numbers_out_of_range(options, words):
+    model = llama()
     with pytest.raises(ValueError, match=words):
-        SelfSpeculation(llama(), **options)
+        SelfSpeculation(model, **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_torch_compile_wraps():
+    model = llama()
+    expected = SelfSpeculation(model, exit_layer=1, max_length=16).generate(PROMPT, 4).tokens
+    wrapped = SelfSpeculation(torch.compile(model, backend="eager"), exit_layer=1, max_length=16)
+    assert torch.equal(wrapped.generate(PROMPT, 4).tokens, expected)
 
 
 def test_calls_that_cannot_be():
