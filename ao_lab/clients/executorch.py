@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.clients.integers import check_float32
 from ao_lab.config.recipe import Recipe, numerics
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
@@ -30,19 +31,22 @@ from reference.quantize.quantize import unpacked
 
 WAY_OUT = (
     "XNNPACK computes Int8DynamicActivationIntxWeightConfig with torch.int4 in groups of 32 or more or in rows "
-    "(PerAxis(0)), and with torch.int8 in rows"
+    "(PerAxis(0)) of a multiple of 32, and with torch.int8 in rows"
 )
 
 
 def export_executorch(model: nn.Module, args: Sequence[Any], path: str | Path) -> Path:
     """Write a model as a program (.pte) that ExecuTorch runs on a CPU by XNNPACK.
 
-    model: float32, in evaluation mode; its linear layers dense, or symmetric int4 (groups of a multiple of 32, or rows) or int8
-    (rows) by int8 inputs with a zero point a token. args: inputs of one call, of the shapes and dtypes that the program takes.
+    model: float32, in evaluation mode; its linear layers dense, or symmetric int4 (groups, or rows, of a multiple of 32) or
+    int8 (rows) by int8 inputs with a zero point a token. args: inputs of one call, of the shapes and dtypes that
+    the program takes.
 
-    TypeError for what is no module; ValueError, with the layer and what would work, for any other quantized weight.
+    TypeError for what is no module; ValueError, with the layer and what would work, for any other quantized weight, and for
+    other dtypes.
     """
     check_model(model)
+    check_float32(model)
     xnnpack = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     exir = needed("executorch.exir")
     path = Path(path)
@@ -111,14 +115,14 @@ def _unsupported(weight: QuantizedTensor, recipe: Recipe) -> str | None:
     static = weight.input_scale is not None
     if static or inputs is None or numerics(inputs) != numerics(SCHEMES["int8_rowwise_asymmetric"]):
         return "inputs are int8 with a zero point for each token there"
-    block: Any = scheme.scale.block
-    grouped = isinstance(block, int) and block > 0
+    block = scheme.scale.block
     decoded = scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
     if scheme.zero is not None or scheme.outer is not None or not decoded:
         return "weights are symmetric integers with float32 scales there"
     if scheme.element == "int8" and block == -1:
         return None
-    if scheme.element == "int4" and (block == -1 or (grouped and block % 32 == 0)):
+    group = weight.shape[1] if block == -1 else block
+    if scheme.element == "int4" and isinstance(group, int) and group % 32 == 0:
         return None
     return "its blocks and widths are not computed there"
 

@@ -1,4 +1,5 @@
-"""Stored integers as other programs want them: signed codes, scales and zero points by blocks of a given size, nibbles."""
+"""What programs are exported from: float32 models, and stored integers as signed codes, scales and zero points by blocks of a
+given size, nibbles."""
 
 from __future__ import annotations
 
@@ -7,6 +8,13 @@ from torch import nn
 
 import reference
 from reference import Quantized
+
+
+def check_float32(model: nn.Module) -> None:
+    """ValueError, with the name, for a parameter of another floating-point dtype."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is {parameter.dtype}; export a float32 model: model.float()")
 
 
 def check_integers(q: Quantized, way_out: str) -> None:
@@ -74,6 +82,7 @@ def nibbles(codes: torch.Tensor) -> torch.Tensor:
 __all__ = [
     "block_size",
     "by_block",
+    "check_float32",
     "check_integers",
     "nibbles",
     "one_scale_a_row",

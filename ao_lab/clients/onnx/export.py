@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.clients.integers import check_float32
 from ao_lab.clients.onnx.layers import onnx_layer
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -54,6 +55,7 @@ def export_onnx(
     ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other dtypes.
     """
     check_model(model)
+    check_float32(model)
     onnx, _ = needed("onnx"), needed("onnxscript")
     path = Path(path)
     refuse_folders([path])
@@ -129,8 +131,6 @@ def _check(model: nn.Module, weights: set[str]) -> None:
             raise ValueError(
                 f"{name}: quantized weights are exported in nn.Linear alone; leave this one dense"
             )
-        if parameter.is_floating_point() and parameter.dtype != torch.float32:
-            raise ValueError(f"{name} is {parameter.dtype}; export a float32 model: model.float()")
 
 
 __all__ = ["OnnxFile", "export_onnx"]

@@ -84,6 +84,20 @@ def test_programs_compute_the_layer(name, tmp_path):
     )
 
 
+def test_rows_of_int4_are_multiples_of_32():
+    """XNNPACK's own refusal is an assertion in the middle of the export."""
+    pytest.importorskip("torchao")
+    layer = nn.Linear(48, 16)
+    ao_lab.quantize_(layer, RIGHT["int4_rowwise"])
+    with pytest.raises(ValueError, match=r"its blocks and widths .* of a multiple of 32"):
+        torchao_tensor(layer.weight.detach())
+
+
+def test_other_dtypes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16; export a float32 model"):
+        export_executorch(nn.Linear(32, 32).bfloat16(), (torch.ones(1, 32),), tmp_path / "model.pte")
+
+
 def test_a_refusal_leaves_the_model_and_no_file(tmp_path):
     pytest.importorskip("executorch.runtime")
     model = model_of(RIGHT["int8_rowwise"])
