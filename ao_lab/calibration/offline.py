@@ -10,7 +10,8 @@ copy of each block runs in float64 (casts to float32 go there too), with and wit
 `TOLERANCE`. Where both fit (square weights) the roles are tried. Refused are norms that are no RMS norms or have a bias, norms
 that scale what a block adds (after a branch), and whatever else lies between embedding, blocks, norm and head.
 
-Inside of blocks values are rotated by head where that is proved too (`ao_lab.calibration.heads`).
+Inside of blocks values are rotated by head where that is proved too (`ao_lab.calibration.heads`). What else a block hands on
+(further outputs, mappings that blocks share) has to stay as it is.
 
 Weights are rotated in float64 and rounded to their dtype once. A rotation that has begun is finished, whatever interrupts it.
 """
@@ -50,7 +51,7 @@ TOLERANCE = 1e-9
 #: Sequences and tokens of the batch that proves it.
 SEQUENCES, LENGTH = 1, 16
 READS, WRITES, BOTH = "reads", "writes", "reads and writes"
-CHANGED_NOTHING = "quantize_ changed nothing. Leave Rotate(kind='offline') out, or use Rotate()"
+CHANGED_NOTHING = "quantize_ changed nothing. Leave this Rotate out, or use Rotate()"
 
 
 class Wide(TorchFunctionMode):
