@@ -18,6 +18,8 @@ from reference.schemes.schemes import record_of
 
 #: What stands for no offset of a causal edge, and for no window, in the operator.
 NONE = -(1 << 31)
+#: Places beyond do not fit kernels' 32-bit integers.
+FARTHEST = 1 << 30
 
 
 def quantized_attention(
@@ -47,6 +49,8 @@ def quantized_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not causal and (offset is not None or window is not None):
         specified.visible((1, 1, 1, 1), causal, offset, window, None)  # says what is wrong
+    if offset is not None and abs(offset) > FARTHEST:
+        raise ValueError(f"offset is the place of the first query, {-FARTHEST} to {FARTHEST}; got {offset!r}")
     y: torch.Tensor = torch.ops.ao_lab.quantized_attention(
         q, k, v, *(scheme.key for scheme in recipe.schemes), recipe.rotate, recipe.center, recipe.chain, scale, causal,
         NONE if offset is None else offset, NONE if window is None else window, mask,

@@ -238,7 +238,9 @@ def quantized_attention(
     p = _problem(q, k, v, recipe, scale, causal, offset, window, mask, mean)
     out = p.kind if out_dtype is None else dtype_name(out_dtype, (*OUTPUTS, "float64"), "out_dtype")
     chain = recipe.chain if accumulation == "hopper_fp8" else None
-    y = np.concatenate([_attended(p, part, chain) for part in parts_of(p.q.shape[2], QUERIES)], axis=2)
+    y = np.concatenate(
+        [_attended(p, part, chain) for part in parts_of(max(1, p.q.shape[2]), QUERIES)], axis=2
+    )
     return from_host(y if out == "float64" else round_result(y, out), out, q)
 
 
@@ -266,7 +268,7 @@ def quantized_attention_error_bound(
     recipe = attention_recipe_of(recipe)
     p = _problem(q, k, v, recipe, scale, causal, offset, window, mask, mean)
     chain = recipe.chain if accumulation == "hopper_fp8" else None
-    parts = [_bound(p, part, chain) for part in parts_of(p.q.shape[2], QUERIES)]
+    parts = [_bound(p, part, chain) for part in parts_of(max(1, p.q.shape[2]), QUERIES)]
     y, error = (np.concatenate(each, axis=2) for each in zip(*parts, strict=True))
     return np.asarray(error + rounding_error(np.abs(y) + error, dtype_name(out_dtype, OUTPUTS, "out_dtype")))
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from fast.attention.quantized import quantized_attention
+from fast.attention.quantized import NONE, quantized_attention
 from reference.attention import quantized as specified
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe, by_blocks
 
@@ -54,6 +54,8 @@ def test_refused():
         quantized_attention(q, k, v)
     with pytest.raises(ValueError, match="beside causal=True"):
         quantized_attention(q.detach(), k, v, window=3)
+    with pytest.raises(ValueError, match="offset is the place of the first query"):
+        quantized_attention(q.detach(), k, v, causal=True, offset=NONE)
     with pytest.raises(ValueError, match="key heads divide query heads"):
         quantized_attention(q.detach()[:, :3], k, v)
 

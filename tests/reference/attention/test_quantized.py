@@ -112,6 +112,7 @@ def test_rows_that_see_nothing():
     y = quantized_attention(q, k, v, causal=True)
     assert not y[:, :, :2].any()
     assert y[:, :, 2:].any()
+    assert quantized_attention(q[:, :, :0], k, v).shape == (*q.shape[:2], 0, v.shape[-1])
 
 
 @pytest.mark.parametrize("recipe", ATTENTION_RECIPES)
