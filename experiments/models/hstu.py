@@ -132,7 +132,7 @@ class Sequences:
         """From (B, N) tensors, padded on the right; what is behind a user's length is not read."""
         there = (
             torch.arange(items.shape[1], device=items.device)
-            < torch.tensor(lengths, device=items.device)[:, None]
+            < torch.tensor(lengths, dtype=torch.int64, device=items.device)[:, None]
         )
         return cls(items[there], actions[there], times[there], tuple(lengths), tuple(candidates))
 
@@ -144,12 +144,13 @@ class Sequences:
     def layout(self) -> Layout:
         """Where each token stands."""
         device = self.items.device
-        lengths = torch.tensor(self.lengths, device=device)
+        lengths, candidates = (
+            torch.tensor(one, dtype=torch.int64, device=device) for one in (self.lengths, self.candidates)
+        )
         users = torch.repeat_interleave(lengths, output_size=len(self.items))
         starts = torch.cumsum(lengths, 0) - lengths
         positions = torch.arange(len(self.items), device=device) - starts[users]
-        history = lengths - torch.tensor(self.candidates, device=device)
-        return Layout(self, users, positions, starts, lengths, history)
+        return Layout(self, users, positions, starts, lengths, lengths - candidates)
 
 
 @dataclass(frozen=True)

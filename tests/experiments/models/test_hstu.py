@@ -95,6 +95,15 @@ def test_users_and_candidates_do_not_see_each_other(attention, relative_bias):
         torch.testing.assert_close(net(part(batch, user, drop=(0, 2))), together[user][[1, 3]])
 
 
+@pytest.mark.parametrize("attention", [padded_attention, blocked_attention])
+@pytest.mark.parametrize("users", [0, 2])
+def test_no_tokens(attention, users):
+    """Of no user, and of users without any."""
+    empty = torch.zeros(users, 0, dtype=torch.int64)
+    batch = Sequences.of_padded(empty, empty, empty, (0,) * users, (0,) * users)
+    assert model(attention=attention)(batch).shape == (0, 1)
+
+
 def test_padding_is_not_read():
     batch, net = random_batch(TINY, 2, 3, seed=3), model()
     layout = batch.layout()
