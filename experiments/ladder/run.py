@@ -298,11 +298,12 @@ class Bench:
             values[ROUND] = (1e3 * timing.median, "ms")
         if self.traces and case.levers.graphs and case.levers in ladder(case.subject.weights):
             self.found = attempt(partial(self.trace, work, case, 1e3 * timing.median))
+        if not case.levers.graphs:  # whose trace would have slowed the host, and which it does not bound
+            values |= host_values(self.settings.device)
         if on_gpu:
             values["memory beside weights"] = ((peak.over() or 0) / 1e9, "GB")
         return {
             **values, **work.values(timing.median), BATCH: (self.batch(case), ""), CHANGE: change, "warm-up": (warm, "s"),
-            **host_values(self.settings.device),
         }  # fmt: skip
 
     def seconds(self, work: Work) -> float:

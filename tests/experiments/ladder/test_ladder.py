@@ -170,6 +170,7 @@ def test_recorded_rungs_are_timed_last_and_traced_at_once(tmp_path, monkeypatch)
     )
     assert traced[0][1] == pytest.approx(recorded)
     assert {row.method for row in bench.journal.rows if row.table.startswith("trace/")} == {rungs[0].name}
+    assert {row.method for row in bench.journal.rows if row.metric == "host, launch"} == {rungs[1].name}
 
 
 def test_every_configuration_is_asked_for_evidence(tmp_path, monkeypatch):
