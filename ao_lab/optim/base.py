@@ -48,7 +48,7 @@ class LowBitOptimizer(Optimizer):
     with NaN or infinity is a ValueError before anything has changed (a GPU leaves the step out, and the error comes with a
     later step, so that nothing waits; `left_out` counts), or "propagate", it makes its block NaN, as in torch. Each rank and
     each device looks at its own part alone: `clip_grad_norm_(..., error_if_nonfinite=True)` tells all of them. seed: of random
-    bits, beside step, number of the parameter and place in it: replicas draw the same.
+    bits, beside step, number of the parameter and place in it: replicas draw the same. A captured graph keeps the one it had.
     """
 
     def __init__(
