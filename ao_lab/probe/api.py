@@ -24,6 +24,7 @@ from ao_lab.transforms.plan import Filter, Progress
 TOKENS = 1024
 
 
+@torch.inference_mode(False)
 def probe_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -73,7 +74,8 @@ def probe_(
         most[site.name] = max(most.get(site.name, 0), x.numel() // x.shape[-1])
 
     # Eagerly: a compiled program would go on without hooks, or with those of this probe.
-    with calibrating(model), frozen(model), torch.compiler.set_stance("force_eager"):
+    eagerly = torch.compiler.set_stance("force_eager")
+    with calibrating(model), frozen(model), eagerly:
         for done, call in enumerate(calls, 1):
             attribution.run(model, call, see, directions)
             if progress is not None:

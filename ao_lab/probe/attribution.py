@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from ao_lab.choose.scores import counted
 from ao_lab.probe.candidates import reason_against
-from ao_lab.probe.sites import Site, matrix, watching
+from ao_lab.probe.sites import Site, input_of, matrix, watching
 from ao_lab.training.casts import STREAMS, Matrix, quantize_one
 from ao_lab.training.products import values
 from ao_lab.transforms.data import Call
@@ -62,6 +62,18 @@ def checked(outputs: Outputs, output: Any) -> torch.Tensor:
     return z
 
 
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """Detached, so that an input that asks for a gradient gets none; of inference mode a copy, which a graph takes."""
+    return x.clone() if x.is_inference() else x.detach()
+
+
+def counting(call: Call, z: torch.Tensor) -> torch.Tensor:
+    """Which outputs count, of their shape: those of tokens that are no padding."""
+    if z.dim() < 2:
+        return torch.ones_like(z, dtype=torch.bool)
+    return counted(call, z).reshape(z.shape[:-1])[..., None].expand(z.shape)
+
+
 @dataclass
 class Attribution:
     """The passes: by candidate and site, d of every example."""
@@ -85,8 +97,7 @@ class Attribution:
         self, model: nn.Module, call: Call, see: Callable[[Site, torch.Tensor], None], directions: int
     ) -> None:
         """Take in one batch; see(site, x) gets what each site reads."""
-        # Detached, so that inputs that ask for gradients get none.
-        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
+        args, kwargs = tree_map_only(torch.Tensor, _apart, call)
         self.running, seen = {}, set[int]()
 
         def add(site: Site, x: torch.Tensor, g: torch.Tensor | None) -> None:
@@ -100,12 +111,7 @@ class Attribution:
         with watching(self.sites, add, begin=True), torch.enable_grad():
             z = checked(self.outputs, model(*args, **kwargs))
             self.examples = len(z)
-            which = (
-                counted(call, z).reshape(z.shape[:-1] or z.shape)
-                if z.dim() > 1
-                else torch.ones_like(z, dtype=torch.bool)
-            )
-            which = which[..., None].expand(z.shape) if z.dim() > 1 else which
+            which = counting(call, z)
             self._note(z.detach(), which)
             per = which.reshape(len(z), -1).sum(1).to("cpu", torch.float64).clamp_min(1).sqrt()
             for i in range(directions):
@@ -222,7 +228,9 @@ def emulated(
         def hook(
             module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
         ) -> torch.Tensor:
-            x = (args[0] if args else next(iter(kwargs.values()))).detach()
+            x = input_of(args, kwargs)
+            if x is None:
+                return output
             w = site.weight().to(x.dtype)
             a = values(quantize_one(matrix(x), recipe.output.a, seed, STREAMS["x"]), torch.float32)
             b = (
@@ -262,11 +270,6 @@ def measured_change(
         with emulated(sites, recipe, seed, weights):
             after = checked(outputs, model(*args, **kwargs))
         change = (after - before).double()
-        which = (
-            counted(call, before).reshape(before.shape[:-1])
-            if before.dim() > 1
-            else torch.ones_like(before, dtype=torch.bool)
-        )
-        some = change[which]
+        some = change[counting(call, before)]
         squares, count = squares + float(some.square().sum()), count + some.numel()
     return float((squares / max(count, 1)) ** 0.5)

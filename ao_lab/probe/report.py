@@ -221,7 +221,8 @@ def judged(
 
     Of a candidate whose variances are known the sites with the smallest ones are safe, as many as together stay within
     (budget * sd of the outputs)^2; a site that no gradient of the outputs reaches is not, since its share is unknown. Of one
-    whose gradients' noise is known those are safe where it is at most `MOST_NOISE`.
+    whose gradients' noise is known those are safe where it is at most `MOST_NOISE`. Where neither is known (a `Probe` without
+    gradients=True, schemes of weights in training) no site is called safe: `probe_` knows what they cost the outputs.
     """
     verdicts: dict[tuple[str, str], tuple[bool, str]] = {}
     for name in sites[0].candidates if sites else ():
@@ -233,6 +234,10 @@ def judged(
             against = "beyond the budget" if spent > room else ""
             if name in models and errors.variance is None:
                 against = "no gradient of the outputs reaches it"
+            elif name not in models and errors.noise is None:
+                against = (
+                    "not judged: neither its share of the outputs' change nor its gradient's noise is known"
+                )
             verdicts[line.name, name] = _verdict(line, errors, against)
     return tuple(
         replace(line, candidates={name: replace(errors, safe=verdicts[line.name, name][0], why=verdicts[line.name, name][1])

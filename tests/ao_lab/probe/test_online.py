@@ -183,6 +183,22 @@ def test_data_parallel_and_sharded():
     check_on_ranks("probe.joins")
 
 
+def test_a_site_is_called_safe_by_what_is_known():
+    """Errors alone do not say what a layer costs; its gradient's noise does."""
+    for gradients in (False, True):
+        model = network()
+        probe = Probe(model, ["rowwise", "nf4"], every=1, gradients=gradients)
+        train(model, probe)
+        report = probe.report()
+        quiet = [
+            line.name for line in report.sites if (n := line.candidates["rowwise"].noise) and n.value <= 0.1
+        ]
+        assert report.safe("rowwise") == tuple(quiet)
+        assert bool(quiet) == gradients
+        assert report.safe("nf4") == ()
+        assert report.sites[0].candidates["nf4"].why.startswith("not judged")
+
+
 def test_nan_in_a_token_that_no_sample_has_is_no_noise():
     """The noise of gradients is of all tokens, the sample of a few."""
     probe = Probe(network(), ["rowwise"], every=1, tokens=2, gradients=True, nonfinite="skip")

@@ -281,6 +281,15 @@ class Residual(nn.Module):
         return self.two(h)
 
 
+def test_inference_mode_outside():
+    """Its batches have no gradients, and the caller's mode stays."""
+    model = network()
+    with torch.inference_mode():
+        found = probe_(model, [x + 0 for x in data(2, 64)], "rowwise")
+        assert torch.is_inference_mode_enabled()
+    assert str(found) == str(probe_(model, data(2, 64), "rowwise"))
+
+
 def test_inputs_that_change_before_the_backward_are_refused():
     with pytest.raises(ValueError, match=r"one: its input was changed in place.*out of place"):
         probe_(Residual(), data(2, 8), "rowwise")
