@@ -41,6 +41,8 @@ from reference.quantize.quantize import unpacked
 #: Blocks of MatMulNBits that are tried, the largest first.
 BLOCKS = (256, 128, 64, 32, 16)
 DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+#: onnx.TensorProto.INT8.
+INT8 = 3
 WAY_OUT = (
     "export_onnx writes integers of 1 to 8 bits, float8 (MXFP8 too) and nf4 as weights alone, and int8 by int8 inputs "
     "(int8_rowwise, or static); integers by int8_rowwise_asymmetric"
@@ -147,7 +149,7 @@ class DynamicInt8Linear(nn.Module):
     def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.register_buffer("codes", signed_codes(q).to(torch.int8).t().contiguous())
-        self.register_buffer("scale", one_scale_a_row(q).reshape(1, -1))
+        self.register_buffer("scale", one_scale_a_row(q).reshape(-1))
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,16 +187,14 @@ class StaticInt8Linear(nn.Module):
     codes: torch.Tensor
     scale: torch.Tensor
     input_scale: torch.Tensor
-    input_zero: torch.Tensor
+    input_zero: torch.Tensor | None
 
     def __init__(
         self, q: Quantized, bias: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor | None
     ) -> None:
         super().__init__()
         self.register_buffer("input_scale", scale.reshape(()).float())
-        self.register_buffer(
-            "input_zero", (torch.zeros(1) if zero is None else zero).reshape(()).to(torch.int8)
-        )
+        self.register_buffer("input_zero", None if zero is None else zero.reshape(()).to(torch.int8))
         self.register_buffer("codes", signed_codes(q).to(torch.int8))
         self.register_buffer("scale", one_scale_a_row(q).reshape(-1))
         self.bias = bias
@@ -202,8 +202,12 @@ class StaticInt8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) float32 to (..., N)."""
         make = torch.onnx.ops.symbolic
-        parts = (self.input_scale, self.input_zero)
-        integers = make("QuantizeLinear", (x, *parts), dtype=torch.int8, shape=x.shape)
+        # The zero point says the type, or the attribute does: onnxruntime 1.32 turns zero points into uint8, the attribute not,
+        # and loses the type of a zero point of 0 where it moves the operator before a reshape.
+        zero = self.input_zero
+        parts = (self.input_scale,) if zero is None else (self.input_scale, zero)
+        says: Any = {"output_dtype": INT8} if zero is None else {}
+        integers = make("QuantizeLinear", (x, *parts), says, dtype=torch.int8, shape=x.shape)
         values = make("DequantizeLinear", (integers, *parts), dtype=x.dtype, shape=x.shape)
         w = make(
             "DequantizeLinear", (self.codes, self.scale), {"axis": 0}, dtype=x.dtype, shape=self.codes.shape
