@@ -23,6 +23,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from functools import wraps
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -45,12 +46,14 @@ LATE = {
     name: f"{__package__}.{module}"
     for module, names in {
         "attention.attention": ("cached_attention",),
+        "attention.quantized": ("quantized_attention",),
         "attention.stored": ("append_tokens_",),
         "layers.attention": ("rotary",),
         "layers.gather": ("gather_transposed",),
         "layers.linear_gradients": ("weight_and_bias_gradients",),
         "layers.normalize": ("rms_norm_vjp",),
         "layers.swiglu": ("swiglu_vjp",),
+        "kernels.attention.pointwise": ("pointwise_attention",),
         "matmul.cpu_ops": ("cpu_linear",),
         "matmul.preshuffled.pair": ("linear_small_pair", "linear_small_swiglu"),
         "quantize.two_levels": ("divided",),
@@ -85,7 +88,9 @@ HOMES = homes_of(Path(__file__).with_name("__init__.pyi"))
 def register_operators() -> None:
     """Register all operators, by importing the modules that do."""
     for home in {**HOMES, **LATE}.values():
-        importlib.import_module(home)
+        # An operator that is a kernel alone is none where Triton is not.
+        if ".kernels." not in home or find_spec("triton") is not None:
+            importlib.import_module(home)
 
 
 torch.ops.ao_lab.__class__ = _Operators

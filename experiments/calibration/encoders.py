@@ -90,7 +90,10 @@ def prepared(settings: Settings, model: RealModel) -> EncoderRun:
             ids[:, -1] = end
         return batches
 
-    return EncoderRun(settings, bench, draw, draw(settings.seed))  # type: ignore[arg-type]
+    def draw_for_choices() -> list[torch.Tensor]:
+        return draw(settings.seed)
+
+    return EncoderRun(settings, bench, draw, draw(settings.seed), draw_for_choices)  # type: ignore[arg-type]
 
 
 def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:

@@ -375,7 +375,7 @@ Record = TypeVar("Record")
 #: How many names a message gives.
 NAMED = 3
 #: Of how many it gives all where no command lists them.
-LONGEST_LIST = 16
+LONGEST_LIST = 20
 #: Of which records `ao-lab formats`, `ao-lab schemes` and `ao-lab configs` list the names.
 LISTED = ("format", "scheme", "config")
 

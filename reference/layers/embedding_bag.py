@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from reference.arrays.bridges import bridged, holds_jax
-from reference.arrays.namespace import Array, DTypeLike, Namespace, choice, dtype_name, namespace_of
+from reference.arrays.namespace import (
+    Array,
+    DTypeLike,
+    Namespace,
+    check_plain,
+    choice,
+    dtype_name,
+    namespace_of,
+)
 from reference.arrays.softfloat import add, divide, float32_bits, multiply
 from reference.formats.encode import to_dtype_bits
 from reference.quantize.quantize import check_quantized, dequantize, with_plain_scales
@@ -98,6 +106,7 @@ def as_index(like: Array, places: Any) -> Array:
 
 def host_integers(values: Any, what: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     """One axis of integers as int64 on the host."""
+    check_plain(values)
     array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} are integers, got {array.dtype}")
@@ -109,7 +118,9 @@ def host_integers(values: Any, what: str) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 def check_bags(index: Any, starts: Any, rows: int, weights: Any, mode: str) -> None:
-    """ValueError for offsets that are none, ids outside of the table, and weights of another shape or of a mean."""
+    """ValueError for offsets that are none, ids outside of the table, and weights of another shape or of a mean; TypeError for
+    weights that are masked."""
+    check_plain(weights)
     if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > len(index)):
         raise ValueError(
             f"offsets begin with 0, never fall and end at most at {len(index)}, the number of ids; got {starts[:8].tolist()}"

@@ -32,7 +32,7 @@ def run():
         for arm in ("rounding", "gptq", "awq + gptq") if setting.startswith("choice") else ARMS:
             seconds = draw.uniform(0.5, 90.0)
             model = {"size": size * 1e6, "time to quantize": seconds}
-            model |= {"time to choose": 600.0} if setting.startswith("choice") else {}
+            model |= {"time to choose, all budgets": 600.0} if setting.startswith("choice") else {}
             text = {KL: draw.uniform(0.05, 2.0)} | (
                 {RECOVERED: draw.uniform(-10.0, 80.0)} if arm != "rounding" else {}
             )

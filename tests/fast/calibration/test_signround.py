@@ -49,9 +49,10 @@ def test_bits(scheme, dtype):
     values, vjp = signround_quantize(w, *state, scheme)
     assert values.dtype == dtype
     found = signround_on_device(w, state, scheme, None)
+    # The result lets its codes go.
+    assert_same_quantized(found.quantized, signround_codes(w, *state, scheme))
     assert torch.equal(found.result().values, values)
     assert same(found.gradients(g), vjp(g))
-    assert_same_quantized(found.quantized, signround_codes(w, *state, scheme))
     moved = signround_step(state, vjp(g), 0.1, range_rate=0.05)
     arrays = (SignRoundState(*(part.numpy() for part in parts)) for parts in (state, vjp(g)))
     expected = rule.signround_step(*arrays, 0.1, range_rate=0.05)
@@ -77,9 +78,9 @@ def test_given_scales(scheme):
     assert same(rule.start(signround_module().TORCH, w, SCHEMES[scheme], q), start)
     found = signround_on_device(w, start, scheme, q.scales)
     values, vjp = signround_quantize(w, *start, scheme, scales=q.scales)
+    assert_same_quantized(signround_codes(w, *start, scheme, scales=q.scales), found.quantized)
     assert torch.equal(found.result().values, values)
     assert same(found.gradients(g), vjp(g))
-    assert_same_quantized(signround_codes(w, *start, scheme, scales=q.scales), found.quantized)
 
 
 def signround_module():

@@ -30,6 +30,7 @@ X = np.random.default_rng(0).standard_normal((4, 64), np.float32)
 HALF = X.astype(np.float16)
 HIDDEN = np.ma.masked_greater(X, 2.5)
 VALUES, METADATA = reference.compress(X, "2:4")
+TABLE = reference.quantize(X, "fp8_rowwise")
 #: Calls with one operand replaced. A function of arrays that is not here is one of `WITHOUT`.
 CALLS = {
     "encode": [lambda v: reference.encode(v, "mxint8")],
@@ -104,6 +105,15 @@ CALLS = {
         lambda v: reference.grouped_linear(X, X[None], np.ma.array([4]), "rowwise"),
     ],
     "grouped_linear_vjp": [lambda v: reference.grouped_linear_vjp(v, X, X[None], [4], "rowwise")],
+    "block_norm": [
+        lambda v: reference.block_norm(v, X[0], block=64),
+        lambda v: reference.block_norm(X, v[0], block=64),
+    ],
+    "linear_block_norm": [lambda v: reference.linear_block_norm(TABLE, TABLE, v[0, :4], block=4)],
+    "embedding_bag": [
+        lambda v: reference.embedding_bag(TABLE, np.arange(4), np.array([0]), v[0, :4]),
+        lambda v: reference.embedding_bag(TABLE, np.ma.array(np.arange(4)), np.array([0])),
+    ],
 }
 #: Functions without arrays; and `dequantize`, whose argument is a container.
 WITHOUT = {"random_bits", "packed_shape", "register_jax", "dequantize", "register"}
