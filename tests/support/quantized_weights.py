@@ -49,8 +49,6 @@ def same(a, b):
 aten = torch.ops.aten
 #: The operations of `ao_lab.tensor.matmul_ops`, and the test file that has them; test_tensor_ops has the others.
 LAYERS = {
-    aten._embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
     aten._grouped_mm.default,
     aten.mm.default,
     aten.bmm.default,
