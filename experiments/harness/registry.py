@@ -68,7 +68,17 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
 
 EXPERIMENTS = discover()
 #: Those that can be limited to parts or to seconds, and whose trainings, if any, can run in several processes.
-LIMITED = ("fp8_training", "sparsity", "linear", "generate", "qat_overhead", "ladder", "loka")
+LIMITED = (
+    "fp8_training",
+    "sparsity",
+    "linear",
+    "generate",
+    "qat_overhead",
+    "optimizers",
+    "prefill_attention",
+    "ladder",
+    "loka",
+)
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:

@@ -14,6 +14,7 @@ model's own predictions; standard errors are over documents.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,6 +53,12 @@ LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
 #: Which tokens of a window are predicted: all, or the last quarter, which sees the longest context.
 ALL, LAST = "all positions", "last quarter"
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError: there are none."""
+    if names:
+        raise ValueError(f"kv_cache has no parts, got {', '.join(names)}; leave --only out")
 
 
 def subject(settings: Settings) -> str:

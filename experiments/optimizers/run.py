@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from experiments.harness.measuring import Deadline, bar, keep
+from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.optimizers import speed, training, updates
@@ -20,6 +22,7 @@ from experiments.runs.run import Settings
 EXPERIMENT = "optimizers"
 PARTS = (updates.KIND, speed.SPEED, PAIRED)
 DATA = "normal-gradients"
+check_parts = partial(check_known, EXPERIMENT, PARTS)
 
 
 def subject(settings: Settings) -> str:
