@@ -167,10 +167,16 @@ def in_words(state: State) -> bool:
     scheme = state.scheme
     if scheme is None or scheme.rounding != "stochastic" or scheme.apply != "reciprocal":
         return False
-    element, rule, target = scheme.element, scheme.scale.rule, scheme.scale.target
-    if state.transform == "sqrt":
-        return (element, rule, target, state.least) == ("uint4", "ratio", 15.0, 1)
-    return (element, rule, target) == ("float4_e2m1fn", "ratio_pow2", 6.0) and not state.fraction
+    fmt, rule, target = scheme.format, scheme.scale.rule, scheme.scale.target
+    if fmt.bits != 4 or target != fmt.max or state.fraction:
+        return False
+    if fmt.kind == "int":
+        plain = not fmt.signed and not fmt.fraction_bits
+        return plain and state.transform == "sqrt" and rule == "ratio" and state.least == 1
+    e2m1 = (
+        fmt.kind == "float" and fmt.signed and (fmt.mantissa_bits, fmt.emin, fmt.specials) == (1, 0, "none")
+    )
+    return e2m1 and state.transform == "none" and rule == "ratio_pow2" and not state.least
 
 
 @lru_cache(maxsize=64)

@@ -50,7 +50,7 @@ def test_what_changed_since_is_said_and_is_no_problem(tmp_path, monkeypatch):
     ]
 
 
-#: Written since a GPU was last there. Their kernels ran in the interpreter; `ao-lab ledger` takes them off this list.
+#: Written since a GPU was last there; their kernels ran in the interpreter. What `ao-lab ledger` validates leaves the list.
 WAITING = ("embedding_bag", "linear_block_norm")
 
 

@@ -15,7 +15,6 @@ and rows in FOLDER/kv_cache.csv (else $OUT).
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
@@ -34,6 +33,7 @@ from fast.attention.stored import append_, computed_values, quantized_tokens, ro
 from fast.kernels.attention import decode
 from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
+from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed, several
 
 KINDS: dict[str, KVRecipe] = {
@@ -43,15 +43,6 @@ KINDS: dict[str, KVRecipe] = {
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 #: Graphs replayed.
 REPLAYS = 20
-ROWS: list[dict[str, object]] = []
-
-
-def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
-    """One line, one row."""
-    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
-    print(
-        f"{part:8} {what:60} {value:12.4g} {unit} {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True
-    )
 
 
 def stored(kind: str, batch: int, length: int, room: int, kv: int = KV_HEADS, width: int = WIDTH):
@@ -335,12 +326,8 @@ def main() -> int:
                     asked.kinds if part == "generate" else own, time.monotonic() + asked.seconds, sizes
                 )
         finally:
-            fields = list(dict.fromkeys(name for row in ROWS for name in row))
-            with open(Path(asked.out) / "kv_cache.csv", "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, fields)
-                writer.writeheader()
-                writer.writerows(ROWS)
-    return int(any(row.get("ok") is False or row.get("repeatable") is False for row in ROWS))
+            write_rows("kv_cache.csv", asked.out)
+    return int(differs())
 
 
 if __name__ == "__main__":

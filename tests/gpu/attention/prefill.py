@@ -15,7 +15,6 @@ FOLDER/prefill_attention.csv (else $OUT).
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
@@ -38,10 +37,10 @@ from reference.attention.quantized import (
     quantize_operands,
     quantized_attention_error_bound,
 )
+from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed
 
 HEADS, KV_HEADS = 32, 8
-ROWS: list[dict[str, object]] = []
 #: Recipe, width, queries, keys, options.
 CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
     ("int8", 64, 200, 200, {"causal": True}), ("int8", 128, 256, 300, {"causal": True}),
@@ -56,14 +55,6 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 STAGES = (4, 2, 3, 5)
 Plans = dict[str, prefill.Plan | sm90.Variant]
 REPEATS = 20
-
-
-def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
-    """One line, one row."""
-    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
-    print(
-        f"{part:6} {what:64} {value:12.5g} {unit} {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True
-    )
 
 
 def states(batch: int, queries: int, keys: int, width: int, heads: int = HEADS, kv: int = KV_HEADS):
@@ -268,12 +259,8 @@ def main() -> int:
             for size in sizes:
                 times(asked.recipes, *size, asked.width, plans, asked.seconds / len(sizes))
     finally:
-        fields = list(dict.fromkeys(name for row in ROWS for name in row))
-        with open(Path(asked.out) / "prefill_attention.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fields)
-            writer.writeheader()
-            writer.writerows(ROWS)
-    return int(any(row.get(name) is False for row in ROWS for name in ("ok", "codes", "repeatable")))
+        write_rows("prefill_attention.csv", asked.out)
+    return int(differs())
 
 
 if __name__ == "__main__":

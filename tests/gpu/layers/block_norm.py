@@ -11,7 +11,6 @@ rows in FOLDER/block_norm.csv (else $OUT). About 90 seconds, of which compiling 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -27,25 +26,12 @@ import fast
 import reference
 from fast.kernels.triton_scaled_mm import block_norm as host
 from reference import Quantized
+from tests.gpu.harness.lines import differs, on_gpu, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed, several
 from tests.support.block_norm import CASES, operands
 
 REPLAYS = 15
 SHAPES = ("6144x18432x8192", "6144x8192x8192", "8192x3456x1024", "6144x4608x4096")
-ROWS: list[dict[str, object]] = []
-
-
-def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
-    """One line, one row."""
-    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
-    print(
-        f"{part:6} {what:56} {value:12.5g} {unit} {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True
-    )
-
-
-def on_gpu(q: Quantized) -> Quantized:
-    """The same operand on the GPU."""
-    return Quantized(q.codes.cuda(), q.scale.cuda(), None, None, q.shape, q.axis, q.scheme, q.packed)
 
 
 def bits() -> None:
@@ -117,15 +103,14 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
-    if "bits" in options.part:
-        bits()
-    for shape in options.shapes if "times" in options.part else ():
-        times(shape)
-    with (Path(options.out) / "block_norm.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in ROWS for name in row)))
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return int(any(row["part"] == "bits" and row["value"] for row in ROWS))
+    try:
+        if "bits" in options.part:
+            bits()
+        for shape in options.shapes if "times" in options.part else ():
+            times(shape)
+    finally:
+        write_rows("block_norm.csv", options.out)
+    return int(differs())
 
 
 if __name__ == "__main__":

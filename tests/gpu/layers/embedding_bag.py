@@ -14,7 +14,6 @@ $OUT). 204 million rows take 27 GB in 8 bits; with the bfloat16 table 79 GB.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
@@ -37,29 +36,11 @@ from experiments.models.click_models import Tables
 from experiments.models.dlrm import DLRM, DLRMV2, HOTS, SIZES
 from fast.kernels.layers import embedding_bag as host
 from reference import SCHEMES, Quantized
+from tests.gpu.harness.lines import differs, on_gpu, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed
 from tests.support.embedding import CASES, bags_of, table_of
 
 WIDTH, REPLAYS, BATCHES = 128, 15, 6
-ROWS: list[dict[str, object]] = []
-
-
-def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
-    """One line, one row."""
-    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
-    print(
-        f"{part:8} {what:56} {value:12.5g} {unit} {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True
-    )
-
-
-def on_gpu(q: Quantized) -> Quantized:
-    """The same table on the GPU."""
-    parts = {
-        name: part.cuda() for name in ("codes", "scale", "zero") if (part := getattr(q, name)) is not None
-    }
-    return Quantized(
-        parts["codes"], parts["scale"], None, parts.get("zero"), q.shape, q.axis, q.scheme, q.packed
-    )
 
 
 def bits() -> None:
@@ -251,23 +232,21 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=sum(SIZES))
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
-    if "bits" in options.part:
-        bits()
-    if "outside" in options.part:
-        outside()
-    if "times" in options.part:
-        times(options.schemes, options.batch, options.rows)
-    if "sweep" in options.part:
-        sweep(options.batch, options.rows)
-    torch.cuda.empty_cache()
-    if "model" in options.part:
-        model_time(options.batch, options.rows)
-    with (Path(options.out) / "embedding_bag.csv").open("w", newline="", encoding="utf-8") as file:
-        names = list(dict.fromkeys(name for row in ROWS for name in row))
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return int(any(row["part"] == "bits" and row["value"] for row in ROWS))
+    try:
+        if "bits" in options.part:
+            bits()
+        if "outside" in options.part:
+            outside()
+        if "times" in options.part:
+            times(options.schemes, options.batch, options.rows)
+        if "sweep" in options.part:
+            sweep(options.batch, options.rows)
+        torch.cuda.empty_cache()
+        if "model" in options.part:
+            model_time(options.batch, options.rows)
+    finally:
+        write_rows("embedding_bag.csv", options.out)
+    return int(differs())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """On a GPU: HSTU's attention kernel beside the padded form, and self-speculation that is recorded.
 
-    PYTHONPATH=. python tests/gpu/models/ladder.py [--part attention speculation times] [--out FILE.csv]
+    PYTHONPATH=. python tests/gpu/models/ladder.py [--part attention speculation times] [--out FOLDER]
 
 attention: error over the bound of 16-bit weights and results, the same bits in 20 repetitions. speculation: tokens of recorded
 rounds are those of rounds that are not, in three recipes of the cache. times: attention of DLRMv3's shapes, ten users of up to
 16384 tokens and 2048 candidates, microseconds a layer and TFLOP/s of the visible half, beside the padded form for one user. A
-line a check, and rows in FILE.csv. About a minute.
+line a check, and rows in FOLDER/ladder_checks.csv (else $OUT). About a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from dataclasses import replace
@@ -33,9 +32,9 @@ from experiments.models.hstu import (
     padded_attention,
     random_batch,
 )
+from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed
 
-ROWS: list[dict[str, object]] = []
 REPEATS = 20
 #: Lengths and candidates of users, heads, widths of queries and values.
 CASES = [
@@ -43,12 +42,6 @@ CASES = [
     ((2000, 0, 64, 1), (100, 0, 64, 1), 4, 128, 128),
     ((1024, 1000), (0, 1000), 4, 64, 64),
 ]
-
-
-def say(part: str, what: str, value: float, unit: str) -> None:
-    """One line, one row."""
-    ROWS.append({"part": part, "what": what, "value": value, "unit": unit})
-    print(f"{part:12} {what:70} {value:12.5g} {unit}", flush=True)
 
 
 def operands(batch: Sequences, config: HSTUConfig) -> tuple[torch.Tensor, ...]:
@@ -83,12 +76,7 @@ def attention() -> None:
                 )
                 error = over_bound(y, q, k, v, batch, bias, config)
             what = f"{lengths} users, {heads} x {qk}, {width}{', bias' * biased}"
-            say(
-                "attention",
-                f"{what}: error",
-                error,
-                f"of the bound, {'repeatable' if same else 'NOT REPEATABLE'}",
-            )
+            say("attention", f"{what}: error", error, "of the bound", ok=error <= 1, repeatable=same)
 
 
 def over_bound(
@@ -129,6 +117,7 @@ def speculation() -> None:
             f"{recipe}: tokens of recorded rounds that are those of others, of 64",
             equal,
             "tokens",
+            ok=equal == 64,
         )
         say("speculation", f"{recipe}: acceptance of random layers", found[True].acceptance, "")
 
@@ -156,25 +145,23 @@ def times() -> None:
 PARTS = {"attention": attention, "speculation": speculation, "times": times}
 
 
-def main() -> None:
-    """All parts that are named."""
+def main() -> int:
+    """All parts that are named; 1 where one failed, or a bound was passed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out")
     arguments = parser.parse_args()
     for name in arguments.part:
         try:
             PARTS[name]()
-        except Exception as error:  # noqa: BLE001
-            say(name, f"FAILED: {type(error).__name__}: {str(error)[:200]}", float("nan"), "")
-    if arguments.out:
-        with arguments.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ("part", "what", "value", "unit"))
-            writer.writeheader()
-            writer.writerows(ROWS)
+        except Exception as error:  # noqa: BLE001  the other parts go on
+            say(name, f"FAILED: {type(error).__name__}: {str(error)[:200]}", float("nan"), "", ok=False)
+        finally:
+            write_rows("ladder_checks.csv", arguments.out)
+    return int(differs())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What programs for a GPU print and keep: a line and a row for each number."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from reference import Quantized
+
+#: Rows of this process, in order.
+ROWS: list[dict[str, object]] = []
+
+
+def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
+    """One line, one row."""
+    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
+    words = " ".join(f"{key}={one}" for key, one in more.items())
+    print(f"{part:12} {what:64} {value:12.5g} {unit} {words}".rstrip(), flush=True)
+
+
+def write_rows(name: str, folder: str | Path | None = None) -> None:
+    """All rows so far, in a file of a folder: $OUT, or the working directory, where it is None."""
+    path = Path(folder or os.environ.get("OUT", ".")) / name
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in ROWS for key in row)))
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def differs() -> bool:
+    """Whether a row of `bits` counts values that differ, or any says that something is not ok."""
+    wrong = any(row["part"] == "bits" and row["unit"] == "differ" and row["value"] for row in ROWS)
+    return wrong or any(row.get(name) is False for row in ROWS for name in ("ok", "codes", "repeatable"))
+
+
+def on_gpu(q: Quantized) -> Quantized:
+    """The same operand on the GPU."""
+    parts = {one.name: getattr(q, one.name) for one in fields(q)}
+    return replace(q, **{name: part.cuda() for name, part in parts.items() if isinstance(part, torch.Tensor)})
+
+
+__all__ = ["ROWS", "differs", "on_gpu", "say", "write_rows"]
