@@ -40,8 +40,9 @@ nightly: install-test  ## every further record and shape of those tests (about t
 nightly-newest:      ## the tests that other libraries may break, with the newest of them (an environment of its own)
 	$(PYTHON) .ci/newest.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)" -- -n $(WORKERS) --dist worksteal $(ARGS)
 
-docs: install-test   ## build the API pages into build/docs
-	$(BIN)/python docs/api.py
+docs: install-test   ## build the documentation into build/docs: a broken link or example fails
+	$(BIN)/sphinx-build --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs $(ARGS)
+	@echo "documentation: build/docs/index.html"
 
 lint: style types contract ## style, types and the import contract
 

@@ -1,8 +1,7 @@
-"""Build the API pages of `ao_lab`, `reference` and `fast` with pdoc into ``build/docs``, and check them.
+"""API pages: those of `ao_lab` by topic (`topics.py`), those of `reference` and `fast` by folder; and what docstrings must say.
 
-``python docs/api.py [FOLDER]``, or ``make docs``. Pages are made from docstrings. The build fails on a warning of pdoc, on a
-public name without a place on its page or without a docstring, and on a function that takes arrays and whose docstring (with
-those that it refers to: "errors as in `quantize`") does not say which shapes and dtypes it takes and which errors it raises.
+A function that takes arrays has to state, in its docstring or in those that it refers to ("errors as in `quantize`"), which
+shapes and dtypes it takes and which errors it raises: `unstated` lists those that do not.
 """
 
 from __future__ import annotations
@@ -10,18 +9,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
-import warnings
-from pathlib import Path
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-#: Packages whose public names have a page, and submodules that are public too.
+import ao_lab
+from docs.topics import DATA, TOPICS, names
+
+#: Packages whose public names have a place on a page, and submodules of `ao_lab` that are public too.
 PACKAGES = ("ao_lab", "reference", "fast")
-SUBMODULES = ("ao_lab.jax", "ao_lab.testing")
-#: Warnings that concern no page: annotations that only type checkers import stand as text instead of a link; a private name
-#: that torch sets on tensors.
-HARMLESS = ("Error parsing type annotation", "QuantizedTensor._is_param")
+SUBMODULES = ("ao_lab.jax", "ao_lab.optim", "ao_lab.testing")
+ABOUT = {
+    "reference": (
+        "The specification",
+        "Functions of NumPy arrays, JAX arrays and torch tensors. In an installed wheel: `ao_lab.reference`.",
+    ),
+    "fast": (
+        "The kernels",
+        "The same functions for torch tensors, by kernels where there are some. In an installed wheel: `ao_lab.fast`.",
+    ),
+}
 #: Words that say which shapes, which dtypes, which errors.
 STATED = {
     "shapes": re.compile(r"shape|\baxis\b|\bmatri|\([^)]*\bK\b[^)]*\)"),
@@ -32,50 +39,74 @@ STATED = {
 ARRAYS = {"x", "a", "b", "w", "q", "g", "codes", "packed", "values", "gate", "up", "first", "scale"}
 
 
-def main(folder: str = "build/docs") -> int:
-    """Build into a folder; 1 and the problems on stderr where there are any."""
-    root = Path(__file__).resolve().parents[1]
-    sys.path.insert(0, str(root))
-    problems = [*build(Path(folder)), *missing(Path(folder)), *unstated()]
-    sys.stderr.writelines(f"{problem}\n" for problem in problems)
-    if not problems:
-        sys.stdout.write(f"API pages: {Path(folder) / 'index.html'}\n")
-    return 1 if problems else 0
-
-
-def build(folder: Path) -> list[str]:
-    """Write the pages; returns pdoc's warnings."""
-    import pdoc
-
-    own = [spec for package in PACKAGES for spec in (package, f"!{package}.")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pdoc.pdoc(*own, *SUBMODULES, output_directory=folder)
-    return [
-        f"pdoc: {one.message}"
-        for one in caught
-        if "pdoc" in str(one.filename) and not any(words in str(one.message) for words in HARMLESS)
+def pages() -> dict[str, str]:
+    """Markdown of each page by its file name."""
+    made = {f"{slug}.md": page(one.title, one.about, {"": names(one)}) for slug, one in TOPICS.items()}
+    made |= {f"{package}.md": page(*ABOUT[package], by_folder(package)) for package in ABOUT}
+    links = [
+        f"- [{one.title}]({slug}.md): {', '.join(map(linked, names(one)))}" for slug, one in TOPICS.items()
     ]
+    links += [f"- [{title}]({package}.md) `{package}`" for package, (title, _) in ABOUT.items()]
+    listed = "\n".join(name.removesuffix(".md") for name in made)
+    made["index.md"] = (
+        "# API by topic\n\n" + "\n".join(links) + f"\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+    )
+    return made
+
+
+def page(title: str, about: str, sections: dict[str, list[str]]) -> str:
+    """One page: names under headings, none where the heading is empty."""
+    text = f"# {title}\n\n{about}\n"
+    for heading, found in sections.items():
+        text += f"\n## {heading}\n" if heading else ""
+        text += "".join(f"\n```{{eval-rst}}\n{directive(name)}\n```\n" for name in found)
+    return text
+
+
+def linked(name: str) -> str:
+    """A name as a link to its place."""
+    return f"{{py:obj}}`{name.removeprefix('ao_lab.')} <{name}>`"
+
+
+def directive(name: str) -> str:
+    """What autodoc is asked for; of a class that is one of `ao_lab` under another name, where that is described."""
+    value, last = value_of(name), name.rpartition(".")[2]
+    if inspect.isclass(value):
+        own = getattr(ao_lab, last, None)
+        if own is value and name != f"ao_lab.{last}":
+            return f".. py:class:: {name}\n\n   The class :py:class:`ao_lab.{last}`."
+        return f".. autoclass:: {name}\n   :members:"
+    return f".. autofunction:: {name}" if callable(value) else f".. py:data:: {name}\n\n   {DATA[last]}"
+
+
+def by_folder(package: str) -> dict[str, list[str]]:
+    """Full names of a package under the first folder of the modules that define them."""
+    found: dict[str, list[str]] = {}
+    for name in public(package):
+        home = getattr(value_of(f"{package}.{name}"), "__module__", None) or package
+        folder = home.split(".")[1] if home.startswith(f"{package}.") else "formats"
+        found.setdefault(folder, []).append(f"{package}.{name}")
+    return dict(sorted(found.items()))
+
+
+def value_of(name: str) -> Any:
+    """What a full name names."""
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+@lru_cache(maxsize=1)
+def places() -> dict[str, str]:
+    """Full names that have a place on a page, by themselves and, of `ao_lab`, by their last part."""
+    full = [name for one in TOPICS.values() for name in names(one)]
+    full += [f"{package}.{name}" for package in ABOUT for name in public(package)]
+    short = {name.rpartition(".")[2]: name for name in reversed(full) if name.startswith("ao_lab.")}
+    return {name: name for name in full} | short
 
 
 def public(name: str) -> list[str]:
     """Public names of a package."""
     return [one for one in importlib.import_module(name).__all__ if not one.startswith("__")]
-
-
-def missing(folder: Path) -> list[str]:
-    """Public names that have no place on the page of their package, and those without a docstring."""
-    found = []
-    for package in PACKAGES:
-        page = (folder / f"{package}.html").read_text(encoding="utf-8")
-        module = importlib.import_module(package)
-        for name in public(package):
-            value = getattr(module, name)
-            if f'id="{name}"' not in page:
-                found.append(f"{package}.{name} is not on its page")
-            if (inspect.isclass(value) or callable(value)) and not (value.__doc__ or "").strip():
-                found.append(f"{package}.{name} has no docstring")
-    return found
 
 
 def unstated() -> list[str]:
@@ -114,7 +145,3 @@ def contract(module: ModuleType, name: str, seen: set[tuple[str, str]]) -> str:
         # The kernels compute what the specification says, under its name.
         parts.append(contract(importlib.import_module("reference"), name, seen))
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))

@@ -1,7 +1,6 @@
 """docs/ARCHITECTURE.md is short, and what it names is there: files, folders, functions."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
@@ -158,48 +157,3 @@ FOUND = (
 @pytest.mark.parametrize("text", FOUND)
 def test_what_would_be_found(text):
     assert list(dangers(ast.parse(text)))
-
-
-# API pages: built without warnings, every public name on its page, every function of arrays with a stated contract.
-
-
-@pytest.fixture(scope="module")
-def api():
-    pytest.importorskip("pdoc")
-    spec = importlib.util.spec_from_file_location("api_pages", ROOT / "docs" / "api.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def folder(api, tmp_path_factory):
-    made = tmp_path_factory.mktemp("docs")
-    assert api.build(made) == []
-    return made
-
-
-def test_every_public_name_is_on_its_page(api, folder):
-    assert api.missing(folder) == []
-    assert (folder / "ao_lab" / "jax.html").is_file()
-    page = folder / "fast.html"
-    page.write_text(page.read_text().replace('id="linear_pair"', ""))
-    assert api.missing(folder) == ["fast.linear_pair is not on its page"]
-
-
-def test_functions_of_arrays_state_shapes_dtypes_and_errors(api):
-    assert api.unstated() == []
-
-
-def test_what_is_not_stated_is_found(api, monkeypatch):
-    import reference
-
-    def encode(x):
-        """Codes of x."""
-
-    monkeypatch.setattr(reference, "encode", encode)
-    assert [line for line in api.unstated() if line.startswith("reference.encode ")] == [
-        "reference.encode states no shapes",
-        "reference.encode states no dtypes",
-        "reference.encode states no errors",
-    ]

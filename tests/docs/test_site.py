@@ -1,0 +1,101 @@
+"""The documentation site: every public name on one page, docstrings as Sphinx reads them, links that lead somewhere.
+
+`make docs` builds it and fails at any warning; these tests hold the parts that a build does not see.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from docs import api, docstrings, links  # noqa: E402
+from docs.topics import TOPICS, names  # noqa: E402
+
+ON_PAGES = [name for topic in TOPICS.values() for name in names(topic)]
+#: What `from ao_lab.jax import *` has beside functions: a module, whose names have places of their own.
+MODULES = {"ao_lab.jax.training"}
+
+
+def public():
+    """Full names of all that `ao_lab` and its public submodules export."""
+    found = {f"ao_lab.{name}" for name in importlib.import_module("ao_lab").__all__}
+    return found | {f"{module}.{name}" for module in api.SUBMODULES for name in api.public(module)} - MODULES
+
+
+def test_every_public_name_is_on_exactly_one_page():
+    assert sorted(public() - set(ON_PAGES)) == []
+    assert sorted(name for name in set(ON_PAGES) if ON_PAGES.count(name) > 1) == []
+
+
+def test_pages_have_the_names_of_the_specification_and_the_kernels():
+    pages = api.pages()
+    for package in ("reference", "fast"):
+        assert [
+            name for name in api.public(package) if f":: {package}.{name}\n" not in pages[f"{package}.md"]
+        ] == []
+    assert ":: ao_lab.quantize_\n" in pages["quantize.md"]
+    assert all(f"({slug}.md)" in pages["index.md"] for slug in TOPICS)
+
+
+def test_a_name_that_is_not_there_stops_the_build(monkeypatch):
+    monkeypatch.setitem(TOPICS, "choose", TOPICS["choose"]._replace(names="choose_ no_such_name"))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        api.pages()
+
+
+PLACES = {"encode": "ao_lab.encode", "ao_lab.encode": "ao_lab.encode", "fast.encode": "fast.encode"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x_ and *y", r"x\_ and \*y"),
+        ("see `encode`", r"see \ :py:obj:`encode <ao_lab.encode>`\ "),
+        ("`other(x)` is code", r"\ ``other(x)``\  is code"),
+        ("* a\n  b", "* a\n  b"),
+        ("a\n  b", "a\nb"),
+        ("a:\n\n    x = y_\n\nb", "a:\n\n.. code-block:: python\n\n   x = y_\n\n\nb"),
+    ],
+)
+def test_docstrings_mean_themselves(text, expected):
+    """Up to empty lines, of which one is as good as several."""
+    lines = [line for line in docstrings.converted(text, PLACES).split("\n") if line.strip()]
+    assert lines == [line for line in expected.split("\n") if line]
+
+
+def test_docstrings_link_to_the_function_of_their_package():
+    assert "<fast.encode>" in docstrings.converted("`encode`", PLACES, "fast.decode")
+    assert "py:obj" not in docstrings.converted("`encode`", PLACES, "ao_lab.encode")
+
+
+def test_links_to_reports():
+    content = ["[a](../../reports/ptq.md) [b](../reports/limits.md#x)"]
+    links.rewrite(None, "guides/quantize", content)
+    assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/index.html)"]
+    with pytest.raises(ValueError, match=r"reports/none\.md, which is not there"):
+        links.rewrite(None, "faq", ["[a](../reports/none.md)"])
+
+
+# Every function of arrays states its contract.
+
+
+def test_functions_of_arrays_state_shapes_dtypes_and_errors():
+    assert api.unstated() == []
+
+
+def test_what_is_not_stated_is_found(monkeypatch):
+    import reference
+
+    def encode(x):
+        """Codes of x."""
+
+    monkeypatch.setattr(reference, "encode", encode)
+    assert [line for line in api.unstated() if line.startswith("reference.encode ")] == [
+        "reference.encode states no shapes",
+        "reference.encode states no dtypes",
+        "reference.encode states no errors",
+    ]
