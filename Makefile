@@ -16,7 +16,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test nightly nightly-newest docs lint style types contract exhaustive mutation install install-test clean
+.PHONY: help reproduce speed test nightly nightly-newest docs lint style types contract exhaustive mutation release-check install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -61,6 +61,9 @@ exhaustive: install-test  ## all 2^32 float32 inputs against the reference
 
 mutation: install-test    ## break one rule at a time and see the tests object
 	$(BIN)/python -m tests.repo.mutation $(ARGS)
+
+release-check:       ## build sdist and wheel, install the wheel in a fresh environment and use it (ARGS=--full: with torch)
+	$(PYTHON) .ci/release.py check $(ARGS)
 
 install: ; @$(INSTALL) run
 

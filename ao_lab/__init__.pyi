@@ -168,7 +168,9 @@ from ao_lab.tuning.api import tune as tune
 from reference import FORMATS as FORMATS
 from reference import SCHEMES as SCHEMES
 from reference import Format as Format
+from reference import Quantized as Quantized
 from reference import Scale as Scale
+from reference import Scales as Scales
 from reference import Scheme as Scheme
 from reference import Zero as Zero
 from reference import choose_scales as choose_scales
