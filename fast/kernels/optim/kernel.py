@@ -154,10 +154,10 @@ def fused(a, b, c, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def decayed(moment, beta, new, ROOT: tl.constexpr, HAS_PTX: tl.constexpr):
-    """beta times a moment, (values, None) or (values, scales (P, 1)) whose product or its square (ROOT) it is, plus `new`."""
+def decayed(moment, beta, new, STATE: tl.constexpr, ROOT: tl.constexpr, HAS_PTX: tl.constexpr):
+    """beta times a moment plus `new`; of scaled ones (values, scales (P, 1)) the product, or its square (ROOT)."""
     value, scale = moment
-    if scale is None:
+    if STATE is None:
         return fused(value, beta, new, HAS_PTX)
     elif ROOT:
         return fused(value * value, beta * (scale * scale), new, HAS_PTX)
@@ -317,9 +317,11 @@ def moved(pointer, offset, ALIGNED: tl.constexpr):
 
 @triton.jit
 def moment_addresses(row, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr):
-    """(pointer, pointer of its scales) of a moment, in columns of a row from one on."""
+    """(pointer, pointer of its scales) of a moment, in columns of a row from one on; without scales itself again."""
     if STATE is None:
-        return address(row, COLUMN, tl.float32, ALIGNED), None
+        # No scales: Triton 3.6 returns no None from here.
+        pointer = address(row, COLUMN, tl.float32, ALIGNED)
+        return pointer, pointer
     else:
         return address(row, COLUMN, tl.uint8, ALIGNED), address(row, COLUMN + 1, tl.float32, False)
 
@@ -328,12 +330,13 @@ def moment_addresses(row, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl
 def load_moment(
     pointers, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr, WORDS: tl.constexpr
 ):
-    """(pointer, pointer of scales, (values, scales or None)) of a moment's elements at some places."""
+    """(pointer, pointer of scales, (values, scales)) of a moment's elements at some places; without scales the others again."""
     at, at_half, inside, inside_half, blocks, exists = places
     base, base_half, base_block = bases
     if STATE is None:
         pointer = moved(pointers[0], base, ALIGNED)
-        return pointer, None, (tl.load(pointer + at, mask=inside, other=0.0), None)
+        values = tl.load(pointer + at, mask=inside, other=0.0)
+        return pointer, pointer, (values, values)
     else:
         pointer = moved(pointers[0], base if STATE.bits == 8 else base_half, ALIGNED)
         scales = pointers[1] + base_block
@@ -477,16 +480,16 @@ def step_kernel(
         if KIND == "adam":
             g = fused(decay, p, g, HAS_PTX)
         if KIND == "lion":
-            direction = decayed(m, first_beta, first_rest * g, False, HAS_PTX)
+            direction = decayed(m, first_beta, first_rest * g, FIRST, False, HAS_PTX)
             sign = (direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)
             sign = tl.where(is_nan(direction), direction, sign)
-            m = decayed(m, second_beta, second_rest * g, False, HAS_PTX)
+            m = decayed(m, second_beta, second_rest * g, FIRST, False, HAS_PTX)
             p = fused(p, keep, negative_by_product(size * sign), HAS_PTX)
             root = m
             v = m
         else:
-            m = decayed(m, first_beta, first_rest * g, False, HAS_PTX)
-            v = decayed(v, second_beta, second_rest * (g * g), ROOT, HAS_PTX)
+            m = decayed(m, first_beta, first_rest * g, FIRST, False, HAS_PTX)
+            v = decayed(v, second_beta, second_rest * (g * g), SECOND, ROOT, HAS_PTX)
             v = tl.minimum(v, float_of(tl.full((), LARGEST, tl.int32)))
             root = square_root_rn(v, FAST)
             change = (m * size) * inverse_rn(fused(root, to_root, eps, HAS_PTX), FAST)
@@ -501,7 +504,7 @@ def step_kernel(
         if DRAWS:
             words = random_words(index, parameter, step, seed_low.to(tl.uint32), seed_high.to(tl.uint32))
         else:
-            words = None
+            words = index
         store_moment(
             first_at,
             first_scale,
