@@ -39,7 +39,7 @@ packages.check(*packages.PACKAGES)
 packages.install()
 
 #: Public submodules, with the library that each needs. `from ao_lab import *` leaves them out: `jax` would hide the library.
-SUBMODULES = {"jax": "jax", "optim": "torch", "testing": "hypothesis"}
+SUBMODULES = {"jax": "jax", "optim": "torch", "plot": "matplotlib", "testing": "hypothesis"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from ao_lab import jax as jax
 from ao_lab import optim as optim
+from ao_lab import plot as plot
 from ao_lab import testing as testing
 from ao_lab.attention.model import AttentionSettings as AttentionSettings
 from ao_lab.attention.model import use_attention_ as use_attention_

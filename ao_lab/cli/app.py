@@ -20,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.plot import app as plot_app
 from ao_lab.cli.plugins import Commands
 from ao_lab.cli.terminal import (
     INTERRUPTED,
@@ -41,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(plot_app, name="plot")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 

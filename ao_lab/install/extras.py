@@ -19,6 +19,8 @@ EXTRAS = {
     "ao": ("torchao",),
     "clicks": ("pyarrow",),
     "eval": ("lm_eval",),
+    # Before the experiments, which need it too.
+    "plot": ("matplotlib",),
     "experiments": ("pandas", "matplotlib", "jinja2", "itables", "sympy"),
     "hf": ("transformers", "compressed_tensors"),
     "jax": ("jax", "jaxlib"),

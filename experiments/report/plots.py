@@ -14,43 +14,15 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from ao_lab.plot.style import COLORS, MARKERS, SERIES, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ao_lab",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.grid": True,
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLORS = {
-    "plain": "#000000",
-    "FP8": "#0072b2",
-    "MX": "#d55e00",
-    "NVFP4": "#cc79a7",
-    "integer": "#009e73",
-    "NF4": "#e69f00",
-}
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-MARKERS = ("o", "D", "s", "^", "v")
 
 
 #: Titles of the markers of each figure, by the group of the SVG that holds them.

@@ -1,0 +1,66 @@
+"""`ao-lab plot`: files are written and say what they show; wrong inputs are one line, and nothing is written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ao_lab.cli.app import main
+from tests.support.models.small_llama import save_llama
+
+pytest.importorskip("matplotlib")
+
+
+def test_figures_of_formats(tmp_path, capsys):
+    out = tmp_path / "new" / "values.svg"
+    assert main(["plot", "values", "float4_e2m1fn", "int4", "--out", str(out), "--theme", "dark"]) == 0
+    assert "Values of float4_e2m1fn, int4." in out.read_text()
+    assert str(out) in capsys.readouterr().out
+    assert main(["plot", "error", "mxfp4", "--octaves", "4", "-o", str(tmp_path / "error.png")]) == 0
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_tensors_and_models(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    save_llama(tmp_path / "model")
+    out = str(tmp_path / "schemes.svg")
+    assert (
+        main(["plot", "schemes", str(tmp_path / "model"), "--scheme", "int8_rowwise", "-o", out, "--json"])
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["figure"] == out
+    assert 0 < told["schemes"]["int8_rowwise"]["error"] < 0.02
+    name = "model.layers.0.mlp.up_proj.weight"
+    out = str(tmp_path / "tensor.svg")
+    assert (
+        main(["plot", "tensor", str(tmp_path / "model"), "--name", name, "--scheme", "mxfp4", "-o", out]) == 0
+    )
+    assert f"scales of {name} in mxfp4" in (tmp_path / "tensor.svg").read_text()
+    capsys.readouterr()
+    assert (
+        main(["plot", "tensor", str(tmp_path / "model"), "--name", "up_proj", "--scheme", "mxfp4", "-o", out])
+        == 2
+    )
+    assert f"unknown tensor 'up_proj'; the nearest are {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["values", "float4", "-o", "x.svg"], "unknown format 'float4'; the nearest are float4_e2m1fn"),
+        (["values", "int4", "-o", "x.jpg"], "ends in .svg, .png, .pdf"),
+        (["schemes", "nowhere", "-o", "x.svg"], "nowhere is no folder of a model"),
+        (["schemes", ".", "-o", "x.svg"], "has no config.json"),
+        (["schemes", "w.npy", "--scheme", "mxfp5", "-o", "x.svg"], "unknown scheme 'mxfp5'"),
+        (["tensor", "v.npy", "--scheme", "mxfp4", "-o", "x.svg"], "v.npy is no file"),
+        (["tensor", "t.txt", "--scheme", "mxfp4", "-o", "x.svg"], "no .safetensors file"),
+        (["tensor", "w.npy", "--scheme", "int4_g128", "-o", "x.svg"], "not divisible by the block size 128"),
+    ],
+)
+def test_wrong_inputs(tmp_path, monkeypatch, capsys, given, said):
+    monkeypatch.chdir(tmp_path)
+    np.save("w.npy", np.ones((4, 96), np.float32))
+    assert main(["plot", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.glob("x.*"))
