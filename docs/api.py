@@ -18,7 +18,7 @@ from docs.topics import DATA, TOPICS, names
 
 #: Packages whose public names have a place on a page, and submodules of `ao_lab` that are public too.
 PACKAGES = ("ao_lab", "reference", "fast")
-SUBMODULES = ("ao_lab.jax", "ao_lab.optim", "ao_lab.testing")
+SUBMODULES = ("ao_lab.jax", "ao_lab.optim", "ao_lab.plot", "ao_lab.testing")
 ABOUT = {
     "reference": (
         "The specification",

@@ -91,7 +91,7 @@ TOPICS = {
         "Functions of NumPy arrays, JAX arrays and torch tensors, the same in all three. ",
         """quantize dequantize quantize_both fake_quantize fake_quantize_vjp choose_scales encode decode pack unpack tile_scales
         untile_scales matmul matmul_error_bound rms_norm rms_norm_quantize swiglu swiglu_quantize Format Scheme Scale Zero
-        FORMATS SCHEMES register __version__ to_native from_native native_dtype NativeParts""",
+        FORMATS SCHEMES Quantized Scales register __version__ to_native from_native native_dtype NativeParts""",
     ),
     "jax": Topic(
         "JAX",
@@ -99,6 +99,12 @@ TOPICS = {
         """ao_lab.jax.quantize ao_lab.jax.dequantize ao_lab.jax.fake_quantize ao_lab.jax.choose_scales ao_lab.jax.matmul
         ao_lab.jax.dot_general ao_lab.jax.from_torch ao_lab.jax.to_torch ao_lab.jax.training.DotGeneral
         ao_lab.jax.training.einsum""",
+    ),
+    "plot": Topic(
+        "Figures",
+        "`ao_lab.plot`: formats, errors and tensors drawn by matplotlib (extra `[plot]`). Each function returns the Figure.",
+        """ao_lab.plot.values ao_lab.plot.error ao_lab.plot.tensor ao_lab.plot.schemes ao_lab.plot.scheme_errors
+        ao_lab.plot.SchemeError ao_lab.plot.tradeoff ao_lab.plot.Point ao_lab.plot.save""",
     ),
     "testing": Topic(
         "Testing",
