@@ -57,8 +57,8 @@ def reproduce(
     workers: Annotated[
         int,
         typer.Option(
-            help="Of fp8_training and sparsity: so many trainings at once, each in a process of its own; they have no times "
-            "then."
+            help="Of fp8_training, sparsity and loka: so many trainings at once, each in a process of its own; they have no "
+            "times then."
         ),
     ] = 1,
     model: Annotated[

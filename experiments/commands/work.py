@@ -25,7 +25,7 @@ from ao_lab.install.extras import check_extra, is_clone
 from experiments.data.corpora import corpora, corpus_record
 from experiments.data.corpus import DEFAULT, CorpusRecord
 from experiments.harness.paths import Paths
-from experiments.harness.registry import EXPERIMENTS, LIMITED
+from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL
 
 
 def run_experiments(
@@ -167,7 +167,7 @@ def shared(names: list[str], workers: int) -> dict[str, int]:
     """How many trainings run at once; WrongInput for none, and for experiments whose trainings do not."""
     if workers == 1:
         return {}
-    if names not in ([name] for name in LIMITED if EXPERIMENTS[name].trained) or workers < 1:
+    if names not in ([name] for name in SEVERAL) or workers < 1:
         raise WrongInput(
             "--workers is a positive number of processes of one experiment: ao-lab reproduce fp8_training --workers 4"
         )

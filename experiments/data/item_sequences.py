@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from experiments.data import corpora
 from experiments.data.corpus import Corpus
 from experiments.data.impressions import Array
 
@@ -58,4 +60,19 @@ def words(corpus: Corpus, length: int, vocabulary: int = 65536, most: int = 1 <<
     return ItemSequences(f"words of {corpus.name}", items, np.ones_like(items), rare + 1)
 
 
-__all__ = ["ItemSequences", "by_user", "words"]
+def books(cache: Path, length: int = 128) -> ItemSequences:
+    """`words` of the corpus prose, 85 books, whose folder lies in the cache as `prose`; stored beside it: where the file
+    is no books are needed. ValueError where there is neither."""
+    path = cache / "sequences" / f"prose-{length}.npz"
+    if not path.is_file():
+        made = words(corpora.load("prose", cache / "prose"), length)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npz")
+        np.savez_compressed(partial, items=made.items, size=made.size, name=made.name)
+        partial.replace(path)
+    with np.load(path, allow_pickle=False) as file:
+        items = file["items"]
+        return ItemSequences(str(file["name"]), items, np.ones_like(items), int(file["size"]))
+
+
+__all__ = ["ItemSequences", "books", "by_user", "words"]

@@ -67,7 +67,7 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
 
 
 EXPERIMENTS = discover()
-#: Those that can be limited to parts or to seconds, and whose trainings, if any, can run in several processes.
+#: Those that can be limited to parts or to seconds.
 LIMITED = (
     "fp8_training",
     "sparsity",
@@ -79,6 +79,8 @@ LIMITED = (
     "ladder",
     "loka",
 )
+#: Those whose trainings can run in several processes.
+SEVERAL = ("fp8_training", "sparsity", "loka")
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:

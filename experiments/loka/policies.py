@@ -18,7 +18,7 @@ from ao_lab.gemm.choices import DENSE, SUBSETS
 from ao_lab.policy.decide import Decision
 from ao_lab.policy.options import Times, measured_times
 from ao_lab.probe.report import ProbeReport
-from ao_lab.probe.speed import BF16, COPY, EIGHT, product_seconds
+from ao_lab.probe.speed import H200, product_seconds
 from ao_lab.training.products import has_fp8
 from experiments.harness.measuring import Values
 from experiments.loka.subjects import MODELS
@@ -52,9 +52,9 @@ def modelled_times(
     result = {}
     for name in names:
         n, k = (LONGER * length for length in modules[name].weight.shape)
-        dense = product_seconds(BATCH, n, k, 2 * k, 2 * n * k, BF16)
+        dense = product_seconds(BATCH, n, k, 2 * k, 2 * n * k, H200.bfloat16)
         # A cast reads 16 bits and writes 8 of both operands.
-        low = product_seconds(BATCH, n, k, k, n * k, EIGHT) + 3 * (BATCH * k + n * k) / COPY
+        low = product_seconds(BATCH, n, k, k, n * k, H200.eight_bits) + 3 * (BATCH * k + n * k) / H200.copy
         result[name] = {
             (one.name, subset): sum(low if part in subset.split("+") else dense for part in PARTS)
             for one in recipes

@@ -8,15 +8,16 @@ Parts are modules of this folder, each with its lines: what is measured at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
+from experiments.harness.measuring import Deadline, attempt, bar, keep, measure_each, status
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.loka import faulty_kernels, prediction, sampling_cost, workloads
+from experiments.loka import faulty_kernels, prediction, sampling_cost, trajectory, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
+from experiments.loka.workloads import Line
 from experiments.runs.run import Settings
 
 EXPERIMENT = "loka"
@@ -33,18 +34,6 @@ SOME_FAULTS = (
     "short accumulator",
     "nan to zero",
 )
-
-
-@dataclass(frozen=True)
-class Line:
-    """What is measured at once: kind and data of its table, setting, method, and what finds its values."""
-
-    kind: str
-    data: str
-    setting: str
-    method: str
-    work: Callable[[], Values]
-    on_cpu: bool = False
 
 
 def probe_lines(settings: Settings) -> Iterator[Line]:
@@ -78,9 +67,9 @@ def kernel_lines(settings: Settings) -> Iterator[Line]:
 PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "probe": probe_lines,
     "kernels": kernel_lines,
-    "trajectory": lambda settings: (Line(*one) for one in workloads.trajectory_lines(settings)),
-    "policies": lambda settings: (Line(*one) for one in workloads.policy_lines(settings)),
-    "speed": lambda settings: (Line(*one) for one in workloads.speed_lines(settings)),
+    "trajectory": workloads.trajectory_lines,
+    "policies": workloads.policy_lines,
+    "speed": workloads.speed_lines,
 }
 
 
@@ -93,25 +82,43 @@ def subject(settings: Settings) -> str:
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again."""
+    """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again. With several workers
+    trainings of the part "trajectory" run at once, after all else."""
     journal = journal if journal is not None else Journal()
     check_parts(settings.only or ())
     deadline, failed = Deadline(settings.seconds), list[Row]()
     lines = [line for name in settings.only or PARTS for line in PARTS[name](settings)]
-    with bar(EXPERIMENT, len(lines)) as step:
+    apart = [line for line in lines if settings.workers > 1 and line.kind == trajectory.TRAJECTORY]
+    with bar(EXPERIMENT, len(lines) - len(apart)) as step:
         for line in lines:
-            here = replace(settings, device="cpu") if line.on_cpu else settings
-            table = table_name(line.kind, settings.scale, line.data)
-            if not journal.finished(table, line.setting, line.method, settings.seed):
-                reason = deadline.reason(0.0)
-                values = status(reason) if reason else attempt(line.work)
-                keep(
-                    journal,
-                    failed,
-                    here.rows(EXPERIMENT, line.kind, line.data, line.setting, line.method, values),
-                )
-            step(f"{line.kind}, {line.setting}, {line.method}")
+            if line not in apart:
+                if not is_finished(settings, journal, line):
+                    keep(journal, failed, rows_of(settings, line, deadline.reason(0.0)))
+                step(f"{line.kind}, {line.setting}, {line.method}")
+    works = {
+        f"{line.data}, {line.setting}, {line.method}, seed {line.seed}": partial(rows_of, settings, line)
+        for line in apart
+        if not is_finished(settings, journal, line)
+    }
+    if works:
+        name = trajectory.TRAJECTORY
+        measure_each(name, works, settings.workers, deadline, lambda _, rows: keep(journal, failed, rows))
     return [*journal.rows, *failed]
+
+
+def is_finished(settings: Settings, journal: Journal, line: Line) -> bool:
+    """Whether the journal has a line's rows."""
+    seed = settings.seed if line.seed is None else line.seed
+    table = table_name(line.kind, settings.scale, line.data)
+    return journal.finished(table, line.setting, line.method, seed)
+
+
+def rows_of(settings: Settings, line: Line, reason: str | None = None) -> list[Row]:
+    """A line's rows; where there is a reason not to measure it, the row that says so."""
+    here = replace(settings, device="cpu") if line.on_cpu else settings
+    here = here if line.seed is None else replace(here, seed=line.seed)
+    values = status(reason) if reason else attempt(line.work)
+    return here.rows(EXPERIMENT, line.kind, line.data, line.setting, line.method, values)
 
 
 __all__ = ["check_parts", "run", "subject"]

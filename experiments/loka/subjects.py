@@ -7,7 +7,7 @@ By default impressions are drawn by the documented generator (`experiments.data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,8 @@ SIZES = {
         20_000, 60, 128_000, 32, ClickTraining(steps=1500, batch=1024, evaluated=50_000), probed=16, tested=16
     ),
 }
+#: What faulty kernels are tried on: as quick, with inputs of five blocks of 128 channels, which no fours of blocks fill.
+SIZES["wide"] = replace(SIZES["quick"], width=128)
 MODELS: dict[str, Callable[[Impressions, int], nn.Module]] = {
     "DCN": lambda data, width: dlrm.DLRM(dlrm.small(data, width)),
     "Wukong": lambda data, width: wukong.Wukong(wukong.small(data, width)),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
+from experiments.harness.intervals import Interval, interval
 from experiments.harness.rows import Row
 from experiments.loka.dense_speed import BOTH, FORWARD, MEMORY, MOD_SPEED, MODS, SPEED
 from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECONDS
-from experiments.loka.trajectory import AUC, BASE, ENTROPY, INTERVAL, LOSS, SEEDS, TRAJECTORY
+from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
 from experiments.report.content import Headline, Section, Table
 from experiments.report.results import Results, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
@@ -16,7 +19,8 @@ EXPERIMENT = "loka"
 DENSE = "uniform dense"
 QUALITY_TEXT = (
     "Trainings of one seed begin alike and see the same impressions in the same order; the relative log loss of a pair is 100 "
-    "(log loss / log loss of the base - 1) percent of held-out, later impressions, with Student's interval of 95% over seeds. "
+    "(log loss / log loss of the base - 1) percent of held-out, later examples, with Student's interval of 95% over seeds. "
+    "A training is one epoch; HSTU ranks candidates behind a history. "
     "On a CPU the base is float32 and recipes are emulated, on a GPU bfloat16. Normalised entropy is log loss over that of the "
     "held-out share of ones. Drawn ratings are synthetic; the data set of purchases is simulated on real patterns. At scale "
     "quick, of a few steps, this shows that it runs, not how well it trains.",
@@ -37,16 +41,13 @@ SPEED_TEXT = (
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
     words: list[str] = []
-    best = best_run(by_run(rows, TRAJECTORY))
-    if best is not None and best[0].scale == "full":
-        _, results = best
-        parts = [
-            f"{method} on {setting} {number(results.value(setting, method, LOSS), 2)} "
-            f"+- {number(results.value(setting, method, INTERVAL), 2)}%"
-            for setting, method in lines(results)
-            if method == "rowwise"
-        ]
-        words.append(f"Relative log loss over paired seeds: {'; '.join(parts)}." if parts else "")
+    parts = [
+        f"{one.setting} on {where.data} {number(one.gap.mean, 2)} +- {number(one.gap.half, 2)}%"
+        for where, results in by_run(rows, TRAJECTORY).items()
+        for one in qualities(results)
+        if where.scale == "full" and one.method == "rowwise" and one.gap
+    ]
+    words.append(f"Relative log loss of rowwise over paired seeds: {'; '.join(parts)}." if parts else "")
     if (best := best_run(by_run(rows, POLICIES))) is not None:
         _, results = best
         for setting in results.settings:
@@ -70,6 +71,39 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def lines(results: Results) -> list[tuple[str, str]]:
     """Settings with their methods."""
     return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
+
+
+@dataclass(frozen=True)
+class PairedQuality:
+    """A model with a change over seeds: means, and the relative log loss of its pairs with the base (percent), of so many."""
+
+    setting: str
+    method: str
+    entropy: float
+    auc: float
+    seeds: int
+    gap: Interval | None
+
+    @property
+    def reach(self) -> float | None:
+        """The farther end of the interval from 0."""
+        return None if self.gap is None else abs(self.gap.mean) + self.gap.half
+
+
+def qualities(results: Results) -> list[PairedQuality]:
+    """Of every model and change."""
+    found: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in results.rows:
+        found.setdefault((row.setting, row.method, row.metric), {})[row.seed] = row.value
+    made = []
+    for setting, method in lines(results):
+        base, mine = (found.get((setting, one, LOG_LOSS), {}) for one in (BASE, method))
+        both = sorted(base.keys() & mine.keys())
+        if mine:
+            gap = interval([100 * (mine[one] / base[one] - 1) for one in both]) if len(both) > 1 else None
+            means = [fmean(found[setting, method, one].values()) for one in (ENTROPY, AUC)]
+            made.append(PairedQuality(setting, method, *means, len(mine), None if method == BASE else gap))
+    return made
 
 
 def quickest_uniform(results: Results, setting: str) -> tuple[str, float] | None:
@@ -109,14 +143,13 @@ def quality_table(results: Results) -> Table:
     """A line for every model and change."""
     body = [
         [
-            method, setting, number(results.value(setting, method, ENTROPY), 4), number(results.value(setting, method, AUC), 4),
-            *(number(results.value(setting, method, one), 3) for one in (LOSS, INTERVAL)),
-            number(results.value(setting, method, SEEDS), 0),
+            one.method, one.setting, number(one.entropy, 4), number(one.auc, 4), number(one.gap and one.gap.mean, 3),
+            number(one.gap and one.gap.half, 3), str(one.seeds),
         ]
-        for setting, method in lines(results)
+        for one in qualities(results)
     ]  # fmt: skip
-    columns = ["change", "model", "normalised entropy", "AUC", "relative log loss (%)", "+-", "pairs"]
-    return Table("Held-out impressions, means over seeds", columns, body, results.rows)
+    columns = ["change", "model", "normalised entropy", "AUC", "relative log loss (%)", "+-", "seeds"]
+    return Table("Held-out examples, means over seeds", columns, body, results.rows)
 
 
 def policy_table(results: Results) -> Table:
@@ -195,9 +228,9 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
         if where.scale == "full":
             limit = limit_of(EXPERIMENT, "trajectory", "reach of the interval")
             targets = [
-                limit.target(f"{setting}, {method}", reach(results, setting, method))
-                for setting, method in lines(results)
-                if method not in (BASE, "mods", "mods, rowwise")
+                limit.target(f"{one.setting}, {one.method}", one.reach)
+                for one in qualities(results)
+                if one.method in RECIPES and one.method != BASE
             ]
             found.append(RunTargets(where, targets, "relative log loss"))
     for where, results in by_run(rows, POLICIES).items():
@@ -215,9 +248,3 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
         ]
         found.append(RunTargets(where, targets, "steps of exact shapes"))
     return found
-
-
-def reach(results: Results, setting: str, method: str) -> float | None:
-    """The farther end of the interval from 0."""
-    mean, half = (results.value(setting, method, one) for one in (LOSS, INTERVAL))
-    return None if mean is None or half is None else abs(mean) + half

@@ -102,10 +102,11 @@ STEP = (
     "Peak memory is the most that was allocated in a step, weights, gradients and batch of the model included, those of other "
     "variants not. Saved for backward are all tensors that autograd holds between forward and backward, each once, without "
     "weights and batch.",
-    "Rounding operands is work that plain training does not have. 'At the copy rate' is what its bytes take at "
-    f"{COPY_RATE / 1e12:g} TB/s, which is assumed and not measured in these runs, if "
+    "Rounding operands is work that plain training does not have. 'Bytes to round' is what it moves if "
     "nothing is saved for backward that plain training does not save: each operand of each linear layer is read and written "
-    "in forward and again in backward. No training that rounds the operands of each layer on its own, and saves nothing more, "
+    f"in forward and again in backward. A GB takes {1e12 / COPY_RATE:.2f} ms at the copy rate of an H200, "
+    f"{COPY_RATE / 1e12:g} TB/s, which is assumed and not measured in these runs. "
+    "No training that rounds the operands of each layer on its own, and saves nothing more, "
     "costs less, as long as it multiplies what it has rounded in bfloat16.",
     "'Products of codes': forward multiplies the integers or 8-bit floats themselves, by the kernel of the converted layer and "
     "with its bits; gradients are those of QAT, products of bfloat16. 'Products by rowwise': operands are rounded as served, "
@@ -140,7 +141,7 @@ METRICS = (
     ("time, 80%", 2),
     ("tokens/s", 0),
     (TIME, 1),
-    ("time to round at the copy rate", 2),
+    ("bytes to round", 2),
     ("peak memory", 3),
     (MEMORY, 1),
     ("kept for backward", 1),

@@ -30,6 +30,7 @@ from experiments.models.llama import (
     rotary_tables,
     scaled_frequencies,
 )
+from fast.cost import Coefficients
 
 GB, MB = 1e9, 1e6
 
@@ -215,7 +216,7 @@ CODES, BY_ROWWISE = "products of codes", "products by rowwise"
 #: Bytes moved to round one element from bfloat16 to bfloat16, and how often a step does that.
 BYTES_PER_ELEMENT, PASSES = 4, 2
 #: Copy rate of an H200 that bounds are computed with, bytes a second: rows say that it is assumed.
-COPY_RATE = 4.2e12
+COPY_RATE: float = Coefficients("h200").copy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ def small(monkeypatch):
     size = subjects.Size(
         300, 40, 1280, 8, ClickTraining(steps=20, batch=256, evaluated=512), batch=256, probed=2, tested=2
     )
-    monkeypatch.setitem(subjects.SIZES, "quick", size)
+    for scale in ("quick", "wide"):
+        monkeypatch.setitem(subjects.SIZES, scale, size)
     monkeypatch.setattr(run, "QUICK", {"models": ("DCN",), "candidates": ("rowwise",)})
     monkeypatch.setattr(run, "SOME_FAULTS", ("stale scale",))
     monkeypatch.setitem(faulty_kernels.CHANNELS, "quick", 256)

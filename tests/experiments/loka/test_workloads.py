@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.harness.rows import Row
-from experiments.loka import dense_speed, page, policies, trajectory, workloads, workloads_page
+from experiments.harness.intervals import interval
+from experiments.harness.rows import Journal
+from experiments.loka import dense_speed, page, policies, run, trajectory, workloads, workloads_page
 from experiments.models.click_training import ClickTraining
 from experiments.models.dlrm import DLRMConfig
+from experiments.report.results import by_run
 from experiments.runs.run import Settings
 
 TINY = DLRMConfig(
@@ -18,12 +20,11 @@ TINY = DLRMConfig(
 @pytest.fixture
 def small(monkeypatch):
     """A plan of few steps."""
-    plan = replace(trajectory.PLANS["quick"], training=ClickTraining(steps=3, batch=64, evaluated=300))
+    training = ClickTraining(steps=3, batch=64, evaluated=300)
+    plan = replace(trajectory.PLANS["quick"], data={trajectory.DRAWN: 3}, training=training)
     monkeypatch.setitem(trajectory.PLANS, "quick", plan)
-    trajectory.qualities.cache_clear()
     policies.decisions.cache_clear()
     yield
-    trajectory.qualities.cache_clear()
     policies.decisions.cache_clear()
 
 
@@ -34,37 +35,33 @@ def settings(tmp_path, device="cpu", scale="quick"):
 def test_lines(tmp_path):
     quick = settings(tmp_path)
     lines = [*workloads.trajectory_lines(quick), *workloads.policy_lines(quick)]
-    assert len({line[:4] for line in lines}) == len(lines)
-    assert [line[3] for line in workloads.trajectory_lines(quick)] == ["base", "rowwise", "mods"]
+    assert len({(one.setting, one.method, one.seed) for one in lines}) == len(lines)
+    trainings = [(one.method, one.seed) for one in workloads.trajectory_lines(quick)]
+    assert trainings == [("base", 0), ("rowwise", 0), ("base", 1), ("rowwise", 1), ("mods", 0), ("mods", 1)]
     assert not [*workloads.speed_lines(quick)]
     full = settings(tmp_path, "cuda", "full")
-    assert len([*workloads.trajectory_lines(full)]) == 3 * 2 * len(trajectory.CHANGES)
-    assert {line[0] for line in workloads.speed_lines(full)} == {"speed", "mod speed"}
-
-
-def row(line, metric, value, unit="", device="cpu"):
-    kind, data, setting, method = line
-    return Row("loka", f"{kind}/quick/{data}", setting, method, metric, value, unit, None, device, 0)
+    # Three data of impressions with two models, two of histories.
+    assert len([*workloads.trajectory_lines(full)]) == 8 * (
+        3 * 2 * len(trajectory.CHANGES) + 2 * len(trajectory.RECIPES)
+    )
+    assert {line.kind for line in workloads.speed_lines(full)} == {"speed", "mod speed"}
 
 
 def rows_of(tmp_path):
     """What a run on a CPU finds, as rows."""
     quick = settings(tmp_path)
-    found = []
-    for kind, data, setting, method, work in (
-        *workloads.trajectory_lines(quick),
-        *workloads.policy_lines(quick),
-    ):
-        found += quick.rows("loka", kind, data, setting, method, work())
-    return found
+    return run.run(replace(quick, only=("trajectory", "policies")))
 
 
 def test_a_run_and_its_page(tmp_path, small):
     rows = rows_of(tmp_path)
     values = {(r.setting, r.method, r.metric): r.value for r in rows}
-    assert values["DCN", "rowwise", trajectory.SEEDS] == 2
-    assert ("DCN", "base", trajectory.LOSS) not in values
-    assert abs(values["DCN", "rowwise", trajectory.LOSS]) < 50
+    assert {row.metric for row in rows if row.metric.startswith("status")} == {"status: ok"}
+    losses = {(r.method, r.seed): r.value for r in rows if r.metric == trajectory.LOG_LOSS}
+    gaps = [100 * (losses["rowwise", seed] / losses["base", seed] - 1) for seed in (0, 1)]
+    (runs,) = by_run(rows, trajectory.TRAJECTORY).values()
+    told = {one.method: one for one in workloads_page.qualities(runs)}
+    assert (told["rowwise"].gap, told["rowwise"].seeds, told["base"].gap) == (interval(gaps), 2, None)
     ours = values["DCN", policies.OURS, policies.SECONDS]
     fits = {m for (s, m, metric), v in values.items() if metric == policies.FITS and v}
     assert "uniform dense" in fits
@@ -78,7 +75,10 @@ def test_a_run_and_its_page(tmp_path, small):
     assert "the knapsack's step takes" in text
     assert "log loss" not in text  # of a few steps
     full = [replace(one, table=one.table.replace("quick", "full")) for one in rows]
-    assert "Relative log loss over paired seeds: rowwise on DCN" in workloads_page.findings(full)[0]
+    assert (
+        "Relative log loss of rowwise over paired seeds: DCN on drawn-ratings"
+        in workloads_page.findings(full)[0]
+    )
     assert workloads_page.targets_by_run(rows)
     assert workloads_page in page.PAGES
 
@@ -89,3 +89,11 @@ def test_a_dense_part_is_timed_by_each_method():
         values = dense_speed.speed_values("tiny", method, "cpu", one, compiled=False)
         assert values[dense_speed.BOTH][0] > values[dense_speed.FORWARD][0] > 0
     assert dense_speed.mod_values("all three", 64, "cpu", TINY, compiled=False)[dense_speed.FORWARD][0] > 0
+
+
+def test_trainings_in_processes(tmp_path):
+    """Each is a process's, and what a deadline does not reach is measured by the next run."""
+    quick = replace(settings(tmp_path), only=("trajectory",), workers=2)
+    journal = Journal()
+    rows = run.run(replace(quick, seconds=1e-3), journal)
+    assert not rows
