@@ -44,6 +44,11 @@ TOPICS = {
         "",
         "choose_ Choice Bits Bytes Microseconds",
     ),
+    "measure": Topic(
+        "Measure and compare models",
+        "What a model loses by quantization, and what it gains, on a text and shapes of your own.",
+        "evaluate Evaluation HarnessOptions",
+    ),
     "probe": Topic(
         "Errors of layers, and policies",
         "What low precision costs each layer.",

@@ -405,7 +405,9 @@ def evaluate(
     limit: Annotated[
         int, typer.Option(help="Windows of text (and examples of each task of the harness).")
     ] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a window. Default: 512, or the model's context if shorter.")
+    ] = None,
     text: Annotated[
         str | None,
         typer.Option(help="A text file, or wikitext2 with --corpus-path. Default: Python source, of sympy."),

@@ -81,8 +81,8 @@ class Calibration:
         self, source: Path, config: Config, accepts: Any, progress: Progress | None, methods: tuple[Any, ...]
     ) -> Any:
         from ao_lab.checkpoint.streaming import dense_of_files
-        from ao_lab.cli.evaluate import by_transformers, check_language_model
         from ao_lab.cli.layout import check_layers
+        from ao_lab.measure.folders import by_transformers, check_language_model
         from ao_lab.quantization.api import quantize_
 
         model = dense_of_files(source) if self.stream else by_transformers(source, None)
@@ -102,8 +102,8 @@ class Calibration:
         """Windows of the text as batches of the model's tokens."""
         import torch
 
-        from ao_lab.cli.evaluate import check_vocabulary, encoder, longest
         from ao_lab.eval import text_of, windows_of
+        from ao_lab.measure.folders import check_vocabulary, encoder, longest
 
         encode, _, beginning = encoder(source)
         text = text_of(self.text, self.corpus).text

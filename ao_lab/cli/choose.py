@@ -102,7 +102,7 @@ class Wanted:
 def run_choose(source: Path, out: Path, wanted: Wanted, as_json: bool) -> None:
     """Choose, write the plan, and show it."""
     from ao_lab.choose.api import choose_
-    from ao_lab.cli.evaluate import by_transformers, check_language_model
+    from ao_lab.measure.folders import by_transformers, check_language_model
     from ao_lab.transforms.layers import is_linear
 
     budget, options = wanted.budget(), wanted.options()

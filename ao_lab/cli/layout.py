@@ -243,7 +243,7 @@ def sparse_model(
     source: Path, config: Config, accepts: Callable[[Any, str], bool], progress: Progress | None
 ) -> Any:
     """The model of a folder, pruned and quantized in memory: its linear layers that `accepts` takes; experts stay dense."""
-    from ao_lab.cli.evaluate import by_transformers
+    from ao_lab.measure.folders import by_transformers
     from ao_lab.quantization.api import quantize_
     from ao_lab.sparsity.api import sparsify_
     from ao_lab.sparsity.config import SparsityConfig

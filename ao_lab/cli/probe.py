@@ -65,8 +65,8 @@ class Wanted:
 
 def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     """Probe, write what was asked for, and show it."""
-    from ao_lab.cli.evaluate import by_transformers, check_folder
     from ao_lab.cli.layout import SkippedLayers, check_layers
+    from ao_lab.measure.folders import by_transformers, check_folder
     from ao_lab.probe.api import probe_
 
     recipes = wanted.recipes()
@@ -112,8 +112,8 @@ def batches_of(source: Path, model: Any, wanted: Wanted) -> list[Any]:
     path = Path(wanted.data)
     if path.suffix in TENSORS:
         return tensor_batches(path, model, wanted)
-    from ao_lab.cli.evaluate import check_language_model
     from ao_lab.eval import check_text
+    from ao_lab.measure.folders import check_language_model
 
     try:
         check_language_model(model, source)

@@ -31,9 +31,9 @@ from ao_lab.cli.terminal import (
     print_json,
     print_table,
     track_progress,
-    without_model,
 )
 from ao_lab.install.extras import needed
+from ao_lab.measure.folders import without_model
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved

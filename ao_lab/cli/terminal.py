@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -27,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from ao_lab.install.extras import WrongInput as WrongInput
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,10 +37,6 @@ PIPE_WIDTH = 160
 SHORT_NUMBER = 9
 # A narrower terminal wraps whole lines, which reads better than columns of one letter.
 NARROWEST = 100
-
-
-class WrongInput(Exception):
-    """The user asked for something that does not exist: one line, exit code 2."""
 
 
 def printable(text: str) -> str:
@@ -132,9 +129,6 @@ def short_number(value: float) -> str:
 
 # What is asked of a machine before work begins: a device that is there, a folder that can be written, room for the result.
 
-#: Names of models on the Hub.
-ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-
 
 def check_device(device: str | None) -> None:
     """WrongInput where CUDA is asked for and torch sees no GPU."""
@@ -164,17 +158,6 @@ def check_writable(folder: Path, what: str) -> None:
         raise WrongInput(
             f"{what} {folder} cannot be written: {error.strerror or error}; choose another folder"
         ) from error
-
-
-def without_model(folder: Path, writers: str) -> str:
-    """What to say of a folder that has no config.json; of a name on the Hub, the command that fetches it."""
-    if not folder.exists() and ON_HUB.fullmatch(str(folder)):
-        name = folder.name
-        return (
-            f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {name} does, "
-            f"then give {name}"
-        )
-    return f"{folder} has no config.json; give a folder that {writers} wrote"
 
 
 def nearest(folder: Path) -> Path:

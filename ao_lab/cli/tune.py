@@ -16,8 +16,6 @@ from torch import nn
 
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.checkpoint.model_builder import read_config
-from ao_lab.cli.evaluate import check_folder, longest
-from ao_lab.cli.evaluate import loaded as dense_model
 from ao_lab.cli.layout import HEAD, SkippedLayers
 from ao_lab.cli.quantize import config_of as quantization_of
 from ao_lab.cli.quantize import loaded
@@ -31,6 +29,8 @@ from ao_lab.cli.terminal import (
     track_progress,
 )
 from ao_lab.gemm.choices import Choice, Problem, device_name, path_of
+from ao_lab.measure.folders import check_folder, longest
+from ao_lab.measure.folders import loaded as dense_model
 from ao_lab.quantization.report import explain
 from ao_lab.training.api import convert_for_training_
 from ao_lab.training.products import has_fp8

@@ -31,6 +31,10 @@ EXTRAS = {
 }
 
 
+class WrongInput(ValueError):
+    """The user asked for something that does not exist or does not fit; the command line says it in one line, exit code 2."""
+
+
 class MissingExtra(ModuleNotFoundError):
     """A library of an extra is not installed; the message holds the command that installs it."""
 
@@ -91,6 +95,7 @@ def missing(name: str) -> str:
 __all__ = [
     "EXTRAS",
     "MissingExtra",
+    "WrongInput",
     "check_extra",
     "explained",
     "is_clone",

@@ -28,13 +28,13 @@ from ao_lab.calibration.result import CALIBRATION
 from ao_lab.choose.result import Choice
 from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
+from ao_lab.measure.memory import Peak, synchronize
 from ao_lab.quantization.api import quantize_
 from experiments.calibration import choice
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
 from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
-from experiments.harness.memory import Peak, synchronize
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
 from experiments.models.architectures import ENCODER, LANGUAGE

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.config.base import SchemeConfig
+from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import Peak
 from experiments.decode.configs import (
     BASE,
     CONFIGS,
@@ -34,12 +36,11 @@ from experiments.decode.configs import (
     stored_bytes,
 )
 from experiments.harness.measuring import Deadline, Values, attempt
-from experiments.harness.memory import Peak
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import REAL, Bench, RealModel, Undivided, linears, sizes
 from experiments.models.llama import COMPILED_LIMIT, relative_change
-from experiments.models.own_loop import OwnLoop, by_transformers
+from experiments.models.own_loop import OwnLoop
 from experiments.models.quantized_model import activation_scheme
 from experiments.runs.real_models import Place, Tables, bench_of, by_data, facts, run_models
 from experiments.runs.run import Settings, all_rows

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ao_lab.measure.turns import Plan, Stopwatch, summary, watch_of
 from experiments.fp8_training.methods import (
     BASELINE,
     FLOAT8,
@@ -48,7 +49,7 @@ from experiments.fp8_training.methods import (
     is_linear,
     methods,
 )
-from experiments.harness.bench import Plan, Stopwatch, after_own_steps, repeated, summary, watch_of
+from experiments.harness.bench import after_own_steps, repeated
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, free, status
 from experiments.models.llama import (

@@ -29,25 +29,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ao_lab.gemm.choices import choices_for, default_choices
+from ao_lab.measure.turns import AGAIN, Plan, Span, Watch, prepare, summary, watch_of
 from ao_lab.training.products import is_one_scale
 from ao_lab.tuning.measure import host_seconds, reading, release
 from experiments.fp8_training.methods import FLOAT8, OURS, PLAIN, SUMMED_FAST, Method, methods
 from experiments.harness.bench import (
-    AGAIN,
     IDLE,
     SETTLE,
-    Plan,
     Rates,
-    Span,
-    Watch,
     after_pause,
     host_times,
     measure_rates,
-    prepare,
     repeated,
     steady,
-    summary,
-    watch_of,
 )
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, free, status

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ao_lab.measure.turns import REPEAT
 from experiments.generate.run import (
     CHANGE,
     COMPILED_CHANGE,
@@ -34,7 +35,6 @@ from experiments.generate.tables import (
     tables_of,
 )
 from experiments.generate.tables import Table as Measured
-from experiments.harness.bench import REPEAT
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map

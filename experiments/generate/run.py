@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from ao_lab.measure.turns import REPEAT, summary
 from experiments.generate.tables import (
     BASE,
     DECODE,
@@ -39,7 +40,6 @@ from experiments.generate.tables import (
     stand_ins,
     tables_of,
 )
-from experiments.harness.bench import REPEAT, summary
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, status
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries, version_of

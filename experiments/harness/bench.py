@@ -1,12 +1,7 @@
-"""The bench: calls that are timed in turn in one process, by CUDA events, launched one by one or replayed from CUDA graphs.
+"""The bench: calls that are timed in turn (`ao_lab.measure.turns`) in the state that each brings about itself.
 
-What makes numbers comparable: the methods of a ratio are timed in turn, round by round, so that a drift of the clock reaches
-all; the inputs rotate over sets that together exceed three times the L2 cache, so that none is found there; a span holds so
-many calls that the cost of its two events disappears; work is queued before the first event, so that the GPU never waits for
-the host; and the first call is timed again at the end of each round, which says how far to trust the rest.
-
-A steady state is another matter: near its power limit a GPU slows down under products of bfloat16 and speeds up under casts,
-which takes a tenth of a second. There what is timed comes after calls of its own, until the clock is what these make of it.
+Near its power limit a GPU slows down under products of bfloat16 and speeds up under casts, which takes a tenth of a second.
+There what is timed comes after calls of its own, until the clock is what these make of it.
 
 Everything but the watches is arithmetic on what a watch reports, and runs anywhere.
 """
@@ -15,173 +10,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from experiments.harness.cuda_graph import recorded
+from ao_lab.measure.turns import (
+    AGAIN,
+    REPEAT,
+    Call,
+    Plan,
+    Span,
+    Stopwatch,
+    Times,
+    Watch,
+    a_call,
+    first_again,
+    in_rounds,
+    in_turn,
+    prepare,
+    summary,
+)
 
-Call = Callable[[], Any]
-#: Seconds by name, a round each.
-Times = dict[str, list[float]]
-
-#: An H200's L2, where torch does not say.
-L2_BYTES = 60_000_000
-#: Written between calls to empty the L2: several times its size.
-FLUSH_BYTES = 256 * 2**20
-#: The name under which the first call of a round is timed once more, and the metric of that over its first time.
-AGAIN, REPEAT = "again", "time again over the first"
 #: Seconds that a method's own calls last before the one that is timed, and how many they are at least.
 SETTLE, FEWEST_CALLS = 0.1, 2
 #: Seconds without work before a single call, and how many such calls there are.
 IDLE, SINGLE = 0.05, 5
-#: In a second.
-UNITS = {"ms": 1e3, "us": 1e6}
-
-
-class NoDevice(OSError):
-    """There is no GPU to time on."""
-
-
-class Stopwatch(Protocol):
-    """What times calls; `CudaWatch` on a GPU, a script in tests."""
-
-    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
-        """Device seconds of each call, in turn; with `cold` the L2 is emptied before each."""
-
-    def sync(self) -> None:
-        """Wait until all work is done."""
-
-
-class Watch(Stopwatch, Protocol):
-    """One that has CUDA graphs too."""
-
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """One call that does all of these, replayed from a CUDA graph."""
-
-
-class CudaWatch:
-    """A watch by CUDA events on the current device."""
-
-    def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise NoDevice("kernels are timed on a GPU and torch sees none; `ao-lab doctor` says why")
-        self._scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def sync(self) -> None:
-        """Wait until all work is done."""
-        torch.cuda.synchronize()
-
-    def flush(self) -> None:
-        """Write more than the L2 holds."""
-        self._scratch.zero_()
-
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """Run once beside the main stream, as capture asks, then record."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            calls[0]()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph, stream):
-            for call in calls:
-                call()
-        return graph.replay
-
-    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
-        """Events around each call; the flush before the first keeps the GPU busy while the host queues the rest.
-
-        Where the L2 need not be cold the first call runs once before: otherwise it alone would wait for what the flush left
-        there to be written back, 15 us, which is much for a small kernel.
-        """
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
-        self.flush()
-        if not cold:
-            calls[0]()
-        for number, (call, (start, end)) in enumerate(zip(calls, marks, strict=True)):
-            if cold and number:
-                self.flush()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in marks]
-
-
-class HostWatch:
-    """A stopwatch by the host's clock, for devices whose work is done when a call returns."""
-
-    def sync(self) -> None:
-        """Nothing to wait for."""
-
-    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
-        """Seconds of each call, in turn."""
-        times = []
-        for call in calls:
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return times
-
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """One call that makes all of these."""
-        return in_turn(calls)
-
-
-def watch_of(device: str) -> Watch:
-    """The watch of a device."""
-    return CudaWatch() if device == "cuda" else HostWatch()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long to look: rounds that count and rounds before them, seconds that a span should last, its most calls.
-
-    seconds: what all rounds may take; what is too slow for that is looked at in fewer rounds, but in `fewest`. cold: a span
-    is one call, after the L2 was emptied, instead of a rotation over input sets.
-    """
-
-    rounds: int = 40
-    warmup: int = 3
-    span: float = 400e-6
-    most_calls: int = 64
-    seconds: float = 2.0
-    fewest: int = 5
-    cold: bool = False
-
-
-@dataclass(frozen=True)
-class Span:
-    """Calls that are timed together: how many they are, as a graph and one by one."""
-
-    count: int
-    graph: Call
-    eager: Call
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a call: median, 20 and 80 percent quantiles."""
-
-    median: float
-    low: float
-    high: float
-
-    def values(self, unit: str = "ms") -> dict[str, tuple[float, str]]:
-        """As metrics of rows."""
-        seconds = {"time": self.median, "time, 20%": self.low, "time, 80%": self.high}
-        return {name: (value * UNITS[unit], unit) for name, value in seconds.items()}
-
-
-def summary(times: Sequence[float]) -> Timing:
-    """Median and quantiles."""
-    low, middle, high = np.quantile(times, (0.2, 0.5, 0.8))
-    return Timing(float(middle), float(low), float(high))
 
 
 def spread(first: Sequence[float], again: Sequence[float]) -> float:
@@ -192,87 +47,6 @@ def spread(first: Sequence[float], again: Sequence[float]) -> float:
 def repeated(times: Mapping[str, Sequence[float]], first: str) -> dict[str, tuple[float, str]]:
     """The second time of a round's first method over its first time, as a metric of its rows."""
     return {REPEAT: (summary(times[AGAIN]).median / summary(times[first]).median, "ratio")}
-
-
-def input_sets(set_bytes: float, cache_bytes: int = L2_BYTES, most: int = 8) -> int:
-    """How many input sets exceed three times the cache; one where `most` would not, because then the work is small."""
-    wanted = max(1, math.ceil(3 * cache_bytes / set_bytes))
-    return wanted if wanted <= most else 1
-
-
-def cache_bytes() -> int:
-    """The L2 of this GPU, as torch gives it."""
-    if not torch.cuda.is_available():
-        return L2_BYTES
-    return (
-        int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
-        or L2_BYTES
-    )
-
-
-def prepare(watch: Watch, calls: Sequence[Call], plan: Plan) -> Span:
-    """Compile and warm up, see how long the calls take, and make a span of them, each input set as often as the others."""
-    for call in (*calls, *calls):
-        call()
-    watch.sync()
-    if plan.cold:
-        return Span(1, watch.capture(calls[:1]), calls[0])
-    once = min(watch.seconds([in_turn(calls)] * 2))
-    repeats = max(1, min(math.ceil(plan.span / max(once, 1e-9)), plan.most_calls // len(calls)))
-    work = list(calls) * repeats
-    return Span(len(work), watch.capture(work), in_turn(work))
-
-
-def in_turn(calls: Sequence[Call]) -> Call:
-    """One call that makes all of these."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
-
-
-def rounds_of(plan: Plan, once: float) -> int:
-    """How many rounds the plan's seconds allow, at least its fewest, at most what it asks for."""
-    allowed = int(plan.seconds / once) if once > 0 else plan.rounds
-    return min(plan.rounds, max(plan.fewest, allowed))
-
-
-def in_rounds(
-    names: Iterable[str], plan: Plan, one_round: Callable[[], tuple[float, Sequence[float]]]
-) -> Times:
-    """Seconds of each name, round by round, and of the first once more under AGAIN. one_round: how long it took, and the
-    seconds of all of these in turn."""
-    warm = [one_round()[0] for _ in range(plan.warmup)]
-    times: Times = {name: [] for name in (*names, AGAIN)}
-    for _ in range(rounds_of(plan, min(warm, default=0.0))):
-        for name, seconds in zip(times, one_round()[1], strict=True):
-            times[name].append(seconds)
-    return times
-
-
-def first_again(names: Iterable[str]) -> list[str]:
-    """The order of a round: all names, then the first once more."""
-    names = list(names)
-    return [*names, names[0]]
-
-
-def a_call(spans: Mapping[str, Span], order: Sequence[str], seconds: Sequence[float]) -> list[float]:
-    """Seconds a call of the spans of a round."""
-    return [passed / spans[name].count for name, passed in zip(order, seconds, strict=True)]
-
-
-def interleaved(watch: Watch, spans: Mapping[str, Span], plan: Plan, *, graph: bool = True) -> Times:
-    """Seconds a call of every span, round by round in turn, and of the first once more under AGAIN."""
-    order = first_again(spans)
-    runs = [spans[name].graph if graph else spans[name].eager for name in order]
-
-    def one_round() -> tuple[float, Sequence[float]]:
-        seconds = watch.seconds(runs, cold=plan.cold)
-        return sum(seconds), a_call(spans, order, seconds)
-
-    return in_rounds(spans, plan, one_round)
 
 
 def steady(
@@ -356,9 +130,9 @@ def host_times(
 ) -> dict[str, float]:
     """Median seconds that the host spends on one of many calls in a row, for each of some calls in turn.
 
-    The queue is drained between batches, so it never blocks for kernels that take no longer than their launch. Batches are long
-    because the first launch after a wait is many times slower than those that follow; calls take turns because the host's
-    clock and its neighbours change within a second.
+    The queue is drained between batches, so it never blocks for kernels that take no longer than their launch. Batches are
+    long because the first launch after a wait is many times slower than those that follow; calls take turns because the
+    host's clock and its neighbours change within a second.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(batches + 1):

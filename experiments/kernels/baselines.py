@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.bench import Call
+from ao_lab.measure.turns import Call
 from experiments.kernels.expressions import expression
 from experiments.kernels.operations import Case, Inputs
 from experiments.kernels.torchao_calls import Made, torchao_call

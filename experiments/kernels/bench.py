@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.bench import CudaWatch
+from ao_lab.measure.turns import CudaWatch
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, table_parts
 from experiments.kernels.baselines import BASELINES, Baseline

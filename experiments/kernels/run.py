@@ -27,21 +27,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness.bench import (
+from ao_lab.measure.turns import (
     AGAIN,
     Call,
     CudaWatch,
     Plan,
     Watch,
     cache_bytes,
-    host_times,
     in_turn,
     input_sets,
     interleaved,
     prepare,
-    spread,
     summary,
 )
+from experiments.harness.bench import host_times, spread
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Values, Wrong, attempt, bar, keep, kernel, status
 from experiments.harness.revision import seed_and_libraries

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.measure.memory import Peak
+from ao_lab.measure.turns import summary
 from experiments.generate.run import unique_graphs
-from experiments.harness.bench import summary
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, keep, status
-from experiments.harness.memory import Peak
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries, version_of
 from experiments.harness.rows import Journal, Row, table_name

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
+from ao_lab.measure.memory import synchronize
 from experiments.harness.measuring import Values
-from experiments.harness.memory import synchronize
 from experiments.ladder.decoding import WARMUP, attention_of, captured, compiled, require_levers
 from experiments.ladder.rungs import Levers
 from experiments.ladder.subjects import Seamless

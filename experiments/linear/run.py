@@ -25,21 +25,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from experiments.harness.bench import (
-    Call,
-    CudaWatch,
-    Plan,
-    Rates,
-    Span,
-    Watch,
-    host_times,
-    interleaved,
-    measure_rates,
-    prepare,
-    repeated,
-    steady,
-    summary,
-)
+from ao_lab.measure.turns import Call, CudaWatch, Plan, Span, Watch, interleaved, prepare, summary
+from experiments.harness.bench import Rates, host_times, measure_rates, repeated, steady
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, free, kernel
 from experiments.harness.registry import check_known

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import ao_lab
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import select_kernel
+from ao_lab.measure.turns import cache_bytes, input_sets
 from experiments.decode.configs import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
 from experiments.harness import revision
-from experiments.harness.bench import cache_bytes, input_sets
 from experiments.harness.measuring import Deadline, Values, Wrong, bar, status
 from experiments.harness.rows import Journal, Row
 from experiments.runs.run import Settings, put_table, where_of

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
-from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.eval import Sums, exponential, measured
+from ao_lab.measure.folders import encoder, longest
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ao_lab.cli.terminal import say
+from ao_lab.measure.memory import Peak, synchronize
 from experiments.harness.measuring import Values, Wrong
-from experiments.harness.memory import Peak, synchronize
 from experiments.models.train import Steps, parameter_groups, set_rates, with_full_rates
 
 #: Bytes of a parameter in training: float32 weight, gradient and two moments; and the part of a GPU that they may take.

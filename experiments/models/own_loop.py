@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ao_lab.cli.terminal import say
 from ao_lab.install.extras import needed
-from experiments.harness.cuda_graph import recorded
-from experiments.harness.memory import synchronize
+from ao_lab.measure.memory import synchronize
+from ao_lab.measure.recording import recorded
 
 #: Steps before a capture, in which kernels and libraries allocate what they need.
 WARMUP = 3
@@ -105,20 +105,3 @@ class OwnLoop:
             tokens.append(self.token.clone())
         synchronize(self.prompt.device)
         return first - started, time.perf_counter() - first, torch.cat(tokens, 1)
-
-
-def by_transformers(model: Any, prompt: Tensor, new: int) -> tuple[float, Tensor]:
-    """Seconds of transformers' `generate()` as it is called, greedy, no fewer or more than `new` tokens, and these tokens."""
-    synchronize(prompt.device)
-    started = time.perf_counter()
-    made: Tensor = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        # Named since transformers else speaks of it at every call.
-        pad_token_id=0,
-    )
-    synchronize(prompt.device)
-    return time.perf_counter() - started, made[:, prompt.shape[1] :]

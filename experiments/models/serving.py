@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
+from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import Peak
 from experiments.harness.measuring import Values
-from experiments.harness.memory import Peak
-from experiments.models.own_loop import by_transformers
 
 #: Tokens of the prompt.
 SHORT = 16

@@ -45,8 +45,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ao_lab.measure.recording import recorded
 from experiments.data.corpus import Corpus
-from experiments.harness.cuda_graph import recorded
 from experiments.harness.measuring import bar
 from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, library_versions

@@ -17,17 +17,8 @@ from typing import Any
 import torch
 
 from ao_lab import optim
-from experiments.harness.bench import (
-    Plan,
-    Span,
-    Watch,
-    in_turn,
-    interleaved,
-    prepare,
-    repeated,
-    summary,
-    watch_of,
-)
+from ao_lab.measure.turns import Plan, Span, Watch, in_turn, interleaved, prepare, summary, watch_of
+from experiments.harness.bench import repeated
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Values, attempt, kernel, status
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ao_lab.cli.evaluate import longest
 from ao_lab.eval import exponential, measured
+from ao_lab.measure.folders import longest
 from experiments.data.texts import (
     TextWindows,
     calibration_documents,

@@ -20,7 +20,8 @@ from functools import partial
 
 import torch
 
-from experiments.harness.bench import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, after_own_steps, summary
+from ao_lab.measure.turns import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, summary
+from experiments.harness.bench import after_own_steps
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Values, attempt, bar, free, keep, status
 from experiments.harness.registry import check_known

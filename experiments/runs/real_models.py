@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from ao_lab.cli.evaluate import longest
 from ao_lab.cli.terminal import say
+from ao_lab.measure.folders import longest
 from experiments.data.texts import (
     EvaluationText,
     calibration_documents,

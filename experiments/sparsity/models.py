@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
+from ao_lab.measure.turns import Call, Plan, cache_bytes, input_sets
 from experiments.decode import run as decode
 from experiments.decode.configs import BASE, OURS, Config
 from experiments.decode.model import Decoding
-from experiments.harness.bench import Call, Plan, cache_bytes, input_sets
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, keep, status
 from experiments.harness.rows import Journal, Row, table_name

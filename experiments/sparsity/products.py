@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import ao_lab
 import fast
-from experiments.harness.bench import Call, Plan, cache_bytes, input_sets, watch_of
+from ao_lab.measure.turns import Call, Plan, cache_bytes, input_sets, watch_of
 from experiments.harness.measuring import Wrong
 from experiments.harness.revision import TORCHAO
 from experiments.harness.revision import missing as library_missing

@@ -12,20 +12,8 @@ from functools import partial
 
 import torch
 
-from experiments.harness.bench import (
-    AGAIN,
-    SETTLE,
-    Call,
-    Plan,
-    Span,
-    Watch,
-    prepare,
-    repeated,
-    steady,
-    steady_eager,
-    summary,
-    watch_of,
-)
+from ao_lab.measure.turns import AGAIN, Call, Plan, Span, Watch, prepare, summary, watch_of
+from experiments.harness.bench import SETTLE, repeated, steady, steady_eager
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, kernel, status
 from experiments.harness.rows import Journal, Row, table_name

@@ -16,8 +16,8 @@ from ao_lab.checkpoint.formats import completed
 from ao_lab.checkpoint.io import strict_json
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.records import Records, check_recipe, dense_names, read_records
-from ao_lab.cli.evaluate import by_transformers
 from ao_lab.config.recipe import Recipe
+from ao_lab.measure.folders import by_transformers
 from ao_lab.tensor.metadata import Meta
 from tests.ao_lab.checkpoint.corrupted.mutated_files import Case, identities, made_bases, outcome, small_model
 

@@ -297,7 +297,7 @@ def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     assert "at most 32 examples of each (--limit); made_up 2-shot, by the chat template" in " ".join(
         capsys.readouterr().out.split()
     )
-    monkeypatch.setattr("ao_lab.cli.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
     assert "neither bos_token nor eos_token" in complaint(capsys, folders / "ours", "--tasks", "made_up")[1]
     for wrong, near in (("nosuchtask", "known are"), ("mmul", "mmlu"), ("acuracy", "accuracy")):
         assert main(["eval", str(asked), "--tasks", wrong]) == 2

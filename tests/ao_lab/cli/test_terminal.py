@@ -34,7 +34,7 @@ def base(tmp_path_factory):
 
 def refused(capsys, monkeypatch, *arguments):
     """The line about wrong input, before a model is read."""
-    for name in ("ao_lab.cli.quantize.loaded", "ao_lab.cli.evaluate.loaded"):
+    for name in ("ao_lab.cli.quantize.loaded", "ao_lab.measure.evaluate.loaded"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the work began"))
     assert app.main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()

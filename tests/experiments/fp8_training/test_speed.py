@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import ao_lab
 from ao_lab.gemm import choices
+from ao_lab.measure.turns import AGAIN, Plan, Span
 from experiments.fp8_training import blocks, linear
 from experiments.fp8_training.convergence_page import of_fsdp
 from experiments.fp8_training.linear import (
@@ -22,7 +23,7 @@ from experiments.fp8_training.linear import (
     time_cell,
 )
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
-from experiments.harness.bench import AGAIN, SETTLE, SINGLE, Plan, Span, after_pause, steady, steady_eager
+from experiments.harness.bench import SETTLE, SINGLE, after_pause, steady, steady_eager
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Wrong, status
 from experiments.report.results import Results, Where

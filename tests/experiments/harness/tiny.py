@@ -8,9 +8,9 @@ from functools import cache
 import torch
 
 import reference
+from ao_lab.measure.turns import Plan
 from experiments.data.corpus import Corpus, Document
 from experiments.data.evaluation import MultipleChoiceSettings
-from experiments.harness.bench import Plan
 from experiments.kernels import run
 from experiments.kernels.cases import CASES
 from experiments.kernels.run import Bench

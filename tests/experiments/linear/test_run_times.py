@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from experiments.harness.bench import HostWatch, Plan, Rates
+from ao_lab.measure.turns import HostWatch, Plan
+from experiments.harness.bench import Rates
 from experiments.harness.measuring import Deadline, Wrong, status
 from experiments.harness.rows import Journal
 from experiments.linear import run, tables

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from ao_lab.measure.turns import HostWatch, Plan
 from experiments.harness import registry
-from experiments.harness.bench import HostWatch, Plan
 from experiments.harness.measuring import Wrong
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, Row, publish

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from experiments.harness.bench import HostWatch, Plan
+from ao_lab.measure.turns import HostWatch, Plan
 from experiments.harness.measuring import Deadline, Wrong
 from experiments.harness.rows import Journal, Row
 from experiments.models.encoders import TINY, VIT_H, VIT_L

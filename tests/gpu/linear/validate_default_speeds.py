@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import ao_lab
 from ao_lab import PerBlock, PerRow, PerTensor
-from experiments.harness.bench import AGAIN, CudaWatch, Plan, interleaved, prepare, summary
+from ao_lab.measure.turns import AGAIN, CudaWatch, Plan, interleaved, prepare, summary
 
 #: Rows of the weight and of its inputs.
 SHAPE, ROWS = (14336, 4096), (1, 16, 32, 64, 256, 2048)

@@ -1,0 +1,248 @@
+"""`evaluate`: perplexity, accuracy and distance from the base of a language model, and tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.eval import (
+    PAIRED,
+    TASKS,
+    Harness,
+    HarnessOptions,
+    Text,
+    check_text,
+    harness_note,
+    harness_results,
+    measured,
+    prepared,
+    results_of,
+    text_of,
+    weight_errors,
+)
+from ao_lab.install.extras import WrongInput, needed, pip_install
+from ao_lab.install.versions import __version__
+from ao_lab.measure.folders import (
+    check_folder,
+    check_language_model,
+    check_vocabulary,
+    device_of,
+    loaded,
+    windows_for,
+)
+from reference.arrays.namespace import lookup
+
+Progress = Callable[[int, int], None]
+
+
+def _silent(done: int, total: int) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found.
+
+    tasks: numbers by task and name ("perplexity": {"token_perplexity": ..., "loss": ..., "loss_stderr": ...}, ...).
+    conditions: what they hold for: text, windows, tokens, device, versions, options of the harness.
+    """
+
+    model: str
+    tasks: dict[str, dict[str, float]]
+    against: str | None = None
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `ao-lab eval --json` prints them."""
+        return {"model": self.model, "against": self.against, "tasks": self.tasks, **self.conditions}
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with the columns model, task, number and value."""
+        rows = [
+            {"model": self.model, "task": task, "number": name, "value": value}
+            for task, numbers in self.tasks.items()
+            for name, value in numbers.items()
+        ]
+        return needed("pandas").DataFrame(rows, columns=["model", "task", "number", "value"])
+
+    @property
+    def notes(self) -> list[str]:
+        """What the numbers compare with, and how tasks of the harness were asked."""
+        told = [f"comparable with {self.conditions['comparable']}"] if "comparable" in self.conditions else []
+        note = harness_note(self.conditions)
+        return [*told, note] if note else told
+
+    def __str__(self) -> str:
+        lines = [
+            f"{task:>12}  {name:<24}{value:.6g}"
+            for task, numbers in self.tasks.items()
+            for name, value in numbers.items()
+        ]
+        return "\n".join([f"{self.model} on {self.conditions.get('text', 'tasks')}", *lines])
+
+
+def evaluate(
+    model: str | Path | nn.Module,
+    *,
+    text: str | Path | Text | None = None,
+    corpus: str | Path | None = None,
+    against: str | Path | nn.Module | None = None,
+    tokenizer: str | Path | Any = None,
+    tasks: Sequence[str] | None = None,
+    limit: int = 32,
+    length: int | None = None,
+    harness: HarnessOptions | None = None,
+    device: str | None = None,
+    progress: Progress = _silent,
+) -> Evaluation:
+    """What a causal language model knows of a text, how far it is from its base, and how it does in tasks; nothing is fetched.
+
+    model: a folder (ours, compressed-tensors, torchao or dense), or a model in memory, which stays where it is. against: the
+    folder or model that it was made of, for the tasks "agreement" (KL divergence, share of equal first tokens, difference of
+    the losses) and "weights". tokenizer: of a model in memory, a folder with tokenizer.json or a fast tokenizer of
+    transformers; models of 256 tokens read bytes. text: "wikitext2" with `corpus`, the folder of the corpus prose; a file;
+    None: the source of sympy. tasks: of "perplexity", "accuracy", "agreement" and "weights" (None: all that can be), and
+    tasks of lm-evaluation-harness, of folders alone, with the options `harness`. limit: windows of text, and examples of each
+    task of the harness. length: tokens of a window; None: 512, or the model's context where that is shorter. device: None:
+    cuda where there is a GPU. progress: called with windows done and of how many.
+
+    Losses are means over windows, in nats per token, each with its standard error over windows. ValueError for what is not
+    there, does not fit, or is longer than the model's context; nothing is read then.
+    """
+    local, foreign = split_tasks(list(tasks or ()), against is not None)
+    for one in (model, against):
+        if isinstance(one, (str, Path)):
+            check_folder(Path(one))
+    where = device_of(device)
+    run = harness_of(model, foreign, harness or HarnessOptions())
+    source = source_of(text, corpus) if local else None
+    result = Evaluation(name_of(model), {}, None, {"device": where})
+    if source is not None:
+        result = _local(model, local, limit, length, source, against, tokenizer, where, progress)
+    return result if run is None else _with_harness(result, model, run, limit, where)
+
+
+def split_tasks(tasks: list[str], paired: bool) -> tuple[tuple[str, ...], list[str]]:
+    """Our tasks and those of lm-evaluation-harness; WrongInput where the base or the harness is missing."""
+    wanted = tasks or [task for task in TASKS if paired or task not in PAIRED]
+    local = tuple(task for task in TASKS if task in wanted)
+    foreign = [task for task in wanted if task not in TASKS]
+    alone = [task for task in local if task in PAIRED and not paired]
+    if alone:
+        raise WrongInput(
+            f"{alone[0]} compares with the model's base; give its folder with --against (against= in Python)"
+        )
+    if foreign and importlib.util.find_spec("lm_eval") is None:
+        raise WrongInput(
+            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
+            f"{', '.join(TASKS)}, which need nothing"
+        )
+    return local, foreign
+
+
+def harness_of(model: object, tasks: list[str], options: HarnessOptions) -> Harness | None:
+    """What tasks of the harness need; WrongInput, with the nearest names, for tasks that it lacks (a YAML file is one)."""
+    if tasks and not isinstance(model, (str, Path)):
+        raise WrongInput(
+            f"{tasks[0]}: tasks of lm-evaluation-harness take a folder; save_pretrained writes the model into one"
+        )
+    try:
+        run = prepared(tasks, options, Path(str(model)))
+        for name in () if run is None else run.tasks:
+            if run is not None and name not in run.manager.all_tasks and not Path(name).exists():
+                lookup(name, {**dict.fromkeys(TASKS, ""), **dict.fromkeys(run.manager.all_tasks, "")}, "task")
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    return run
+
+
+def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text:
+    """The text of a name, of a file, or a `Text` itself; WrongInput where it is not there."""
+    if isinstance(text, Text):
+        return text
+    given, folder = (None if text is None else str(text)), (None if corpus is None else Path(corpus))
+    try:
+        check_text(given, folder)
+        return text_of(given, folder)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def name_of(model: str | Path | nn.Module) -> str:
+    """The last part of a folder, or the class of a model in memory."""
+    return Path(model).resolve().name if isinstance(model, (str, Path)) else type(model).__name__
+
+
+def _local(
+    model: str | Path | nn.Module,
+    tasks: tuple[str, ...],
+    limit: int,
+    length: int | None,
+    source: Text,
+    against: str | Path | nn.Module | None,
+    tokenizer: Any,
+    device: str,
+    progress: Progress,
+) -> Evaluation:
+    """The results of our tasks and their conditions."""
+    windows, reading = windows_for(model, tokenizer, source, limit, length)
+    ready = in_memory(model, device)
+    base = None if against is None or not set(tasks) & set(PAIRED) else base_of(against, model, device)
+    check_vocabulary(ready, windows.ids, name_of(model))
+    numbers: dict[str, dict[str, float]] = {}
+    if set(tasks) - {"weights"}:
+        check_language_model(ready, name_of(model))
+        sums = measured(ready, windows, base, progress)
+        numbers = dict(results_of(sums, windows, tasks, words=not source.code))
+    if "weights" in tasks and base is not None:
+        numbers["weights"] = weight_errors(ready, base)
+    conditions = {
+        **conditions_of(source, windows, reading),
+        "device": device if isinstance(model, (str, Path)) else str(next(ready.parameters()).device),
+        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+    }
+    return Evaluation(name_of(model), numbers, None if against is None else name_of(against), conditions)
+
+
+def conditions_of(source: Text, windows: Any, reading: Any) -> dict[str, Any]:
+    """What numbers on a text hold for."""
+    return {
+        "text": source.name,
+        "comparable": source.compares,
+        "tokenizer": reading.name,
+        "windows_begin_with": "".join(reading.beginning) or None,
+        "windows": len(windows.ids),
+        "length": windows.ids.shape[1],
+        "tokens": windows.predicted,
+    }
+
+
+def in_memory(model: str | Path | nn.Module, device: str) -> nn.Module:
+    """The model of a folder on a device, or the one that was given, where it is."""
+    return loaded(Path(model), device) if isinstance(model, (str, Path)) else model
+
+
+def base_of(against: str | Path | nn.Module, model: str | Path | nn.Module, device: str) -> nn.Module:
+    """The base; WrongInput where it is the model itself."""
+    folders = isinstance(against, (str, Path)) and isinstance(model, (str, Path))
+    if against is model or (folders and Path(str(against)).resolve() == Path(str(model)).resolve()):
+        raise WrongInput(f"--against {name_of(against)} is the model itself; give the folder of its base")
+    return in_memory(against, device)
+
+
+def _with_harness(
+    found: Evaluation, model: str | Path | nn.Module, run: Harness, limit: int, device: str
+) -> Evaluation:
+    """The results of lm-evaluation-harness beside ours."""
+    told = harness_results(in_memory(model, device), run, limit)
+    tasks = {**found.tasks, **told.pop("tasks")}
+    return Evaluation(found.model, tasks, found.against, {**found.conditions, **told})
+
+
+__all__ = ["Evaluation", "HarnessOptions", "evaluate"]

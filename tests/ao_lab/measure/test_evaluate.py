@@ -1,0 +1,83 @@
+"""`evaluate` in Python: folders and models in memory give the same numbers; what does not fit is refused before work."""
+
+import pytest
+import torch
+
+from ao_lab import SchemeConfig, evaluate, quantize_
+from tests.support.models.small_llama import WORDS, save_llama
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    save_llama(root / "base")
+    (root / "text.txt").write_text(" ".join([WORDS] * 30))
+    return root
+
+
+def given(folder, **more):
+    return {"text": folder / "text.txt", "limit": 3, "length": 24, "device": "cpu", **more}
+
+
+def test_a_model_in_memory_has_the_numbers_of_its_folder(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    by_folder = evaluate(folder / "base", **given(folder))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "base" / "tokenizer.json"))
+    for tokenizer in (folder / "base", fast):
+        assert evaluate(model, tokenizer=tokenizer, **given(folder)).tasks == by_folder.tasks
+    told = by_folder.to_dict()
+    assert (told["model"], told["windows"], told["tokens"], told["device"]) == ("base", 3, 3 * 23, "cpu")
+    frame = by_folder.to_frame()
+    assert set(frame["task"]) == {"perplexity", "accuracy"}
+    assert "token_perplexity" in str(by_folder)
+
+
+def test_a_quantized_model_beside_its_base(folder):
+    seen = []
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    quantize_(model, SchemeConfig(scheme="mxfp4"))
+    found = evaluate(
+        model,
+        tokenizer=folder / "base",
+        against=folder / "base",
+        progress=lambda *at: seen.append(at),
+        **given(folder),
+    )
+    assert set(found.tasks) == {"perplexity", "accuracy", "agreement", "weights"}
+    assert found.tasks["agreement"]["kl"] > 0
+    assert found.against == "base"
+    assert seen[-1] == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"length": 65}, "takes at most 64 tokens"),
+        ({"length": 1}, "at least 2 tokens"),
+        ({"limit": 0}, "at least 1 window"),
+        ({"tasks": ["agreement"]}, "give its folder with --against"),
+        ({"tokenizer": "elsewhere"}, "a folder has its own"),
+        ({"text": "nowhere.txt"}, "is no file"),
+        ({"text": "wikitext2"}, "is a text of the corpus prose"),
+        ({"against": "."}, "has no config.json"),
+    ],
+)
+def test_what_does_not_fit(folder, wrong, said, monkeypatch):
+    monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
+    with pytest.raises(ValueError, match=said):
+        evaluate(folder / "base", **given(folder, **wrong))
+
+
+def test_models_that_are_none(folder, tmp_path):
+    with pytest.raises(ValueError, match="names on the Hub are not fetched: hf download"):
+        evaluate("some/model", **given(folder))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="give tokenizer="):
+        evaluate(model, **given(folder))
+    with pytest.raises(ValueError, match="a folder or a fast tokenizer"):
+        evaluate(model, tokenizer=3, **given(folder))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch sees no GPU here"):
+            evaluate(folder / "base", **given(folder, device="cuda"))
