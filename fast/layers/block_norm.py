@@ -131,7 +131,10 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> list[t
     check_linear_block_norm(x, w, *operands[4:6], block, eps)
     if host.refusal(x, w, out, getattr(torch, dtype), block) is not None:
         return None
-    if not all(part.is_contiguous() for part in (x.codes, x.scale, w.codes, w.scale)):
+    parts = (x.codes, x.scale, w.codes, w.scale)
+    if [part.dtype for part in parts] != [torch.uint8, torch.float32] * 2:
+        return None  # the reference says what it takes
+    if not all(part.is_contiguous() for part in parts):
         return None
     gain, bias = (None if one is None else one.float().contiguous() for one in operands[4:6])
     return host.linear_block_norm(

@@ -28,7 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.attention import sm90_decode
 from fast.kernels.attention.append import static_of
+from fast.kernels.attention.parts import combine, parts_of, stored_tokens
 from fast.kernels.bits import INFINITY, bits_of, float_of
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
@@ -265,12 +267,6 @@ def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: t
 
 
 @triton.jit
-def _stored(count, RESIDUAL: tl.constexpr, GROUP: tl.constexpr):
-    """How many tokens are read as they are stored, sinks included (`reference.attention.window`)."""
-    return tl.maximum(tl.minimum(count - RESIDUAL, count - count % GROUP), 0)
-
-
-@triton.jit
 def _of_computed(queries, keys, values, mask, split, count, factor, top, total, sums, PLACES: tl.constexpr,
                  SCALES: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, SINKS: tl.constexpr,
                  RING: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
@@ -286,7 +282,7 @@ def _of_computed(queries, keys, values, mask, split, count, factor, top, total, 
         seen = (
             (slot < SINKS + RING)
             & (at < count)
-            & ((slot < SINKS) | (at >= tl.maximum(_stored(count, RESIDUAL, GROUP), SINKS)))
+            & ((slot < SINKS) | (at >= tl.maximum(stored_tokens(count, RESIDUAL, GROUP), SINKS)))
         )
         if HAS_MASK:
             seen = seen & (tl.load(mask + at, mask=seen, other=0) != 0)
@@ -324,7 +320,7 @@ def attend_kernel(
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
-    first, end = _part_of(_stored(count, RESIDUAL, GROUP), split, SPLITS, BLOCK)
+    first, end = _part_of(stored_tokens(count, RESIDUAL, GROUP), split, SPLITS, BLOCK)
     WORDS: tl.constexpr = WIDTH // PLACES
     PART: tl.constexpr = WORDS // SCALES
     row, d, n = tl.arange(0, ROWS), tl.arange(0, PART), tl.arange(0, BLOCK)
@@ -415,40 +411,6 @@ def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel
         tl.store(stats + place * 2 + 1, total, mask=valid)
 
 
-@triton.jit
-def combine_kernel(
-    parts, stats, length, y, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One row of queries: its parts, CHUNK at a time, weighted by the sums of their exponentials."""
-    row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    count = tl.load(length).to(tl.int32)
-    blocks = tl.cdiv(_stored(count, RESIDUAL, GROUP), BLOCK)
-    # Parts that have a token; the first one has those that are read as computed.
-    live = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1)), 1)
-    d, c = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    place = (pair * (GROUPS * TOKENS) + row) * SPLITS
-    top, total, sums = float("-inf"), 0.0, tl.zeros((WIDTH,), tl.float32)
-    for start in tl.range(0, live, CHUNK):
-        part = start + c
-        there = part < live
-        tops = tl.load(stats + (place + part) * 2, mask=there, other=float("-inf"))
-        totals = tl.load(stats + (place + part) * 2 + 1, mask=there, other=0.0)
-        held = tl.load(parts + (place + part)[:, None] * WIDTH + d[None, :], mask=there[:, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(totals * weights, 0)
-        sums = sums * shrink + tl.sum(held * weights[:, None], 0)
-        top = new_top
-    KV_HEADS: tl.constexpr = HEADS // GROUPS
-    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
-    out = (batch * TOKENS + row // GROUPS) * HEADS + kv_head * GROUPS + row % GROUPS
-    sums = sums / tl.where(total == 0, 1.0, total)
-    tl.store(y + out * WIDTH + d, sums.to(y.dtype.element_ty))
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is launched for a cache: parts of the context for a key head, tokens of a step, warps, stages."""
@@ -533,25 +495,21 @@ def attention(
     assert described is not None
     kind, scales_of_token = described
     step = k.window.group if by_channel else 1
+    masks = None
+    if mask is not None:
+        masks = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if plan is None and sm90_decode.refusal(q, k) is None:
+        made = sm90_decode.attention(q, k, v, length, masks, scale * LOG2E, kind)
+        if made is not None:
+            return made
     plan = plan_of(described, batch * kv_heads, room, step) if plan is None else plan
     group = heads // kv_heads
     rows = max(ROWS, power_above(group * tokens))
     y = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
-    parts = stats = y
-    if plan.splits > 1:
-        places = batch * kv_heads * group * tokens * plan.splits
-        parts = torch.empty((places, width), dtype=torch.float32, device=q.device)
-        stats = torch.empty((places, 2), dtype=torch.float32, device=q.device)
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    masks: tuple[Any, int, int] = (y, 0, 0)
-    if mask is not None:
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        # A sequence's mask serves all where there is one; the same of tokens.
-        masks = (
-            mask.view(torch.uint8),
-            mask.stride(0) if mask.shape[0] > 1 else 0,
-            mask.stride(2) if mask.shape[2] > 1 else 0,
-        )
+    parts, stats = parts_of(y, plan.splits) or (y, y)
+    # A sequence's mask serves all where there is one; the same of tokens.
+    given: tuple[Any, int, int] = (y, 0, 0) if masks is None else (masks, *mask_strides(masks))
     codes: tuple[Any, Any] = (k.codes, v.codes)
     scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
     codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
@@ -561,19 +519,20 @@ def attention(
         computed, window = (k.computed, v.computed), k.window
     options = {} if interpreted() else {"num_warps": plan.warps}
     attend_kernel[plan.splits, kv_heads, batch](
-        q, codes[0], scales[0], codes[1], scales[1], *computed, length, masks[0], y, parts, stats, scale * LOG2E,
-        *q.stride()[:3], *masks[1:], k.shape[2], room, k.zero, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
+        q, codes[0], scales[0], codes[1], scales[1], *computed, length, given[0], y, parts, stats, scale * LOG2E,
+        *q.stride()[:3], *given[1:], k.shape[2], room, k.zero, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
         PLACES=width // codes[0].shape[-1], SCALES=scales_of_token, ROWS=rows, BLOCK=plan.block, SPLITS=plan.splits,
         HAS_MASK=mask is not None, CAUSAL=causal, SINKS=window.sinks, RING=window.ring, RESIDUAL=window.residual,
         GROUP=window.group, STATIC=static_of(k), STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
     )  # fmt: skip
     if plan.splits > 1:
-        combine_kernel[group * tokens, batch * kv_heads](
-            parts, stats, length, y, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, BLOCK=plan.block,
-            SPLITS=plan.splits, CHUNK=min(32, power_above(plan.splits)), RESIDUAL=window.residual, GROUP=window.group,
-            **options,
-        )  # fmt: skip
+        combine(y, parts, stats, length, kv_heads, plan.block, plan.splits, window)
     return y.transpose(1, 2)
+
+
+def mask_strides(mask: torch.Tensor) -> tuple[int, int]:
+    """Of sequences and of tokens."""
+    return mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
 
 
 __all__ = ["Plan", "attention", "kind_of", "plan_of", "refusal"]

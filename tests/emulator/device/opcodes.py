@@ -66,6 +66,7 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.rn.f16.f32": to_float16,
     "cvt.f32.f16": lambda v: patterns_of_halves()[v],
     "cvt.rn.f32.s32": lambda v: pattern(signed(v, 32)),
+    "abs.f32": lambda v: v & 0x7FFFFFFF,
     # The device may err by a unit in the last place.
     "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
     "rcp.rn.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
@@ -79,6 +80,7 @@ PAIRS: dict[str, Callable[..., int]] = {
 }
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
+    "div.rn.f32": lambda a, b: np.float32(a) / np.float32(b),
     # Of a NaN and a number the number.
     "min.f32": np.fmin, "max.f32": np.fmax,
 }  # fmt: skip

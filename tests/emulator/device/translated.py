@@ -22,6 +22,7 @@ MEETINGS = (
     "ldmatrix",
     "stmatrix",
     "mma",
+    "movmatrix",
     "shfl",
     "bar.sync",
     "bar.warp",

@@ -3,7 +3,7 @@
 `mma.m16n8k16` (9.7.14.5.8): lane l = 4 g + t has of the first operand rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8,
 2 t + 8, two each; of the second rows (K) 2 t and 2 t + 8, two each, at column g; of sums rows g, g, g + 8, g + 8, columns 2 t
 and 2 t + 1 of both. `ldmatrix.x4`: lane 8 i + r has the address of row r, 16 bytes, of matrix i; register i of lane l is
-elements 2 t, 2 t + 1 of its row g.
+elements 2 t, 2 t + 1 of its row g. `movmatrix.trans`: of the columns instead of the rows of such a matrix.
 
 The sparse tensor core of a warp, `mma.sp.m16n8k32` of 16-bit floats with ordered metadata: registers as `gluon_lanes`
 reads them, which has the layout of the PTX ISA (9.7.14.6).
@@ -23,7 +23,7 @@ from tests.emulator.gluon_lanes import SPARSE_KINDS, sparse_multiplied
 
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
 PAIRS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
 }  # fmt: skip
 
 
@@ -36,6 +36,8 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
         return _copy_own(opcode, operands, o)
     if parts[0] == "ldmatrix":
         return _load_matrices(operands, o, at, meet)
+    if opcode == "movmatrix.sync.aligned.m8n8.trans.b16":
+        return _transpose(operands, o, at, meet)
     if opcode.startswith("mma.sp"):
         return sparse_product(opcode, operands, o, at, meet)
     if parts[0] == "mma":
@@ -173,6 +175,19 @@ def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -
                 th.registers[place] = rows[8 * matrix + lane // 4][lane % 4]
 
     return lambda th: meet(th, ("matrices", at, th.tid_x // 32), 32, together)
+
+
+def _transpose(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
+    target, read = o.at(operands[0]), o.reader(operands[1])
+
+    def together(group: list[Any]) -> None:
+        rows = np.array([read(th) & 0xFFFFFFFF for th in group], np.uint32).view(np.uint16).reshape(8, 8)
+        for th, word in zip(
+            group, np.ascontiguousarray(rows.T).view(np.uint32).ravel().tolist(), strict=True
+        ):
+            th.registers[target] = word
+
+    return lambda th: meet(th, ("transpose", at, th.tid_x // 32), 32, together)
 
 
 #: Rows and columns of both operands' registers and of the sums: (32, registers, 2), and of sums (32, registers).

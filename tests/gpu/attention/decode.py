@@ -1,13 +1,13 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
-    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep generate] [--sizes 64x8192 1x32768]
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep variants generate] [--sizes 64x8192 1x32768]
         [--kinds base value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64] [--seconds 60] [--out FOLDER]
 
 Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
 and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
 bits of a CPU. bits: kernels within `attention_error_bound` of reference, masks, several tokens, parts. times: one layer,
 32 query heads over 8 key heads of 128 channels, --sizes (sequences x tokens), CUDA graphs over as many caches as the
-second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep: tiles. generate:
+second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep, variants: tiles of Triton's kernel and of CUDA C++'s. generate:
 transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192 (base: its own cache). A line a check or time,
 and rows in FOLDER/kv_cache.csv (else $OUT).
 """
@@ -22,6 +22,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
 from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, signed, token_values
-from fast.kernels.attention import decode
+from fast.kernels.attention import decode, sm90_decode
 from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
 from tests.gpu.harness.lines import differs, say, write_rows
@@ -301,6 +302,43 @@ def generate(
             speedup=round((base or ms) / ms, 3), first=round(first, 1))  # fmt: skip
 
 
+#: Tokens of a warp's step and programs of a multiprocessor of the kernel in CUDA C++ that are tried.
+VARIANTS = {
+    "value": [(16, 2), (16, 3), (16, 4), (32, 2)],
+    "int4": [(32, 2), (32, 3), (32, 4), (16, 4)],
+    "int4_tokens": [(32, 3), (32, 4), (32, 5), (16, 5), (64, 3)],
+}
+EIGHT_BITS = [(32, 2), (32, 3), (16, 3), (16, 4), (16, 5)]
+
+
+def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
+    """Of the kernel in CUDA C++; parts of a context as it chooses them, and twice as many."""
+    for (batch, length), kind in itertools.product(sizes, kinds):
+        q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        size, held = caches(kind, batch, length)
+        for variant, more in itertools.product(VARIANTS.get(kind, EIGHT_BITS), (1, 2)):
+            if time.monotonic() > deadline:
+                say("variants", f"{kind} B{batch} {length} not reached", 0, "")
+                break
+            with mock.patch.object(sm90_decode, "variant_of", lambda _, v=variant: sm90_decode.Variant(*v)):
+                name, keys = decode.kind_of(held[0][2])[0], held[0][2]
+                splits = sm90_decode.splits_of(
+                    sm90_decode.problem_of(q, keys, name, None), batch * KV_HEADS, length
+                )
+                sm90_decode._launch.cache_clear()
+                us = graph_time([
+                    lambda k=k, v=v, n=count, q=q, name=name, splits=splits: sm90_decode.attention(
+                        q, k, v, n, None, WIDTH**-0.5 * decode.LOG2E, name, splits * more
+                    )
+                    for _, _, k, v, count in held
+                ])  # fmt: skip
+            say("variants", f"{kind} B{batch} {length} tile {variant[0]} resident {variant[1]} splits {splits * more}", us, "us",
+                TBps=round(size / us / 1e6, 3))  # fmt: skip
+        sm90_decode._launch.cache_clear()
+        del held
+        torch.cuda.empty_cache()
+
+
 def main() -> int:
     """The parts that were asked for; 1 where anything is beyond its bound."""
     parser = argparse.ArgumentParser(
@@ -315,7 +353,7 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     asked = parser.parse_args()
     sizes = [(int(one.split("x")[0]), int(one.split("x")[1])) for one in asked.sizes]
-    parts = {"times": times, "sweep": sweep, "generate": generate}
+    parts = {"times": times, "sweep": sweep, "variants": variants, "generate": generate}
     for part in asked.part:
         own = [kind for kind in asked.kinds if kind != "base"]
         try:

@@ -13,6 +13,7 @@ import csv
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,24 @@ ROUNDS, STEPS = 4, 3
 #: Elements of a tile, warps, tiles of a program, stages.
 GRID = (
     (2048, 4, 4, 1),
-    (2048, 4, 4, 2),
     (2048, 4, 16, 2),
-    (2048, 4, 1, 1),
-    (1024, 4, 8, 2),
     (1024, 2, 8, 2),
-    (2048, 8, 4, 1),
+    (1024, 2, 16, 2),
+    (1024, 2, 32, 2),
+    (1024, 2, 64, 2),
+    (1024, 2, 32, 3),
+    (512, 1, 16, 2),
+    (512, 1, 32, 2),
+    (512, 1, 64, 2),
+    (512, 1, 32, 3),
+    (1024, 1, 32, 2),
+    (2048, 2, 16, 2),
+    (1024, 4, 16, 2),
 )
+#: Optimizers whose launches are tuned.
+TUNED = {
+    "8bit": optim.AdamW8bit, "4bit": optim.AdamW4bit, "24-bit master": partial(optim.AdamW8bit, master="24bit"),
+}  # fmt: skip
 #: Optimizers whose steps are in graphs.
 KEPT: list[torch.optim.Optimizer] = []
 #: Bytes an element that must move, read and written, of 8-bit states.
@@ -156,22 +168,25 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
 
 
 def tune(rows: list[dict[str, object]]) -> None:
-    """Tiles, warps, tiles of a program and stages of the 8-bit step; the best is what is timed afterwards."""
+    """Tiles, warps, tiles of a program and stages, by kind of states."""
     ps = parameters()
-    settings = {
-        f"8bit, tiles of {one[0]}, {one[1]} warps, {one[2]} a program, {one[3]} stages": one for one in GRID
-    }
-    steps: dict[str, Step] = {}
-    for name, setting in settings.items():
-        host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = setting
-        one = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
-        KEPT.append(one)
-        steps[name] = graphed(one.step)
-    timed(steps, rows)
-    best = min((row for row in rows if row["method"] in settings), key=lambda row: row["ms"])["method"]
-    print("best:", best, flush=True)
-    host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = settings[best]
-    KEPT.clear()
+    for kind, make in TUNED.items():
+        settings = {
+            f"{kind}, tiles of {one[0]}, {one[1]} warps, {one[2]} a program, {one[3]} stages": one
+            for one in GRID
+        }
+        steps: dict[str, Step] = {}
+        before = host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES
+        for name, setting in settings.items():
+            host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = setting
+            one = make(ps, lr=1e-4, nonfinite="propagate")
+            KEPT.append(one)
+            steps[name] = graphed(one.step)
+        host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = before
+        timed(steps, rows)
+        best = min((row for row in rows if row["method"] in settings), key=lambda row: row["ms"])["method"]
+        print("best:", best, flush=True)
+        KEPT.clear()
 
 
 def check(ps: list[torch.nn.Parameter]) -> None:

@@ -1,0 +1,209 @@
+"""Attention of one query of each head over a stored cache in CUDA C++: what is taken, compiled and launched.
+
+Operands are those of `fast.kernels.attention.decode`, which multiplies where this does not take them, and adds the parts. There
+codes pass through shared memory, because that is how Triton gives them to the tensor core, and a step waits for all its warps;
+here each warp reads them into the registers where they are multiplied, and decoding takes a fifth of the instructions.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fast.kernels.attention.append import static_of
+from fast.kernels.attention.parts import combine, parts_of
+from fast.launch import cuda
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.cuda import CudaLaunch, Kernel
+from fast.launch.hopper import MULTIPROCESSORS, is_served
+from fast.stored_tokens import StoredTokens
+from reference.attention.window import ALL_STORED
+
+#: Pointers of a launch, and how its numbers lie.
+POINTERS = (
+    "q", "k", "k_scale", "k_zero", "v", "v_scale", "k_computed", "v_computed", "length", "mask", "y", "parts", "stats",
+)  # fmt: skip
+NUMBERS = "3qf8i4x"
+#: Decoders, and who shares a scale, by the numbers that the source gives them.
+KINDS = ("value", "fp8", "int8", "int4")
+SCALES = ("", "token", "tensor", "head", "channel")
+WARPS = 4
+#: Queries that may share a key head: columns of the tensor core's product.
+COLUMNS = 8
+#: Widths of heads, and the tokens of a warp's step by the bytes of a token: what of keys and of values 32 registers hold.
+WIDTHS = (64, 128)
+STEP_BYTES, MOST_TOKENS = 4096, 32
+#: Share of the places for programs that is enough, and the most parts that are tried for it where heads alone fill them.
+BUSY, MOST_PARTS = 0.9, 8
+
+
+class Problem(NamedTuple):
+    """What is multiplied: decoder, width, queries of a key head, their dtype, who shares a scale, whether keys have zero
+    points, tokens of a group by channel, whether tokens as computed are beside, whether there is a mask."""
+
+    kind: str
+    width: int
+    heads: int
+    dtype: str
+    scales: str
+    zero: bool
+    group: int
+    window: bool
+    masked: bool
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token."""
+        return self.width * {"value": 16, "int4": 4}.get(self.kind, 8) // 8
+
+
+class Variant(NamedTuple):
+    """tile: tokens of a warp's step. resident: programs of a multiprocessor."""
+
+    tile: int
+    resident: int
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * WARPS
+
+
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
+    return {
+        "KIND": KINDS.index(problem.kind), "WIDTH": problem.width, "HEADS": problem.heads,
+        "BF16": int(problem.dtype == "bfloat16"), "SCALES": SCALES.index(problem.scales), "ZERO": int(problem.zero),
+        "GROUP": problem.group, "WINDOW": int(problem.window), "MASKED": int(problem.masked), "TILE": variant.tile,
+        "RESIDENT": variant.resident,
+    }  # fmt: skip
+
+
+KERNEL = Kernel(
+    "sm90_decode",
+    Path(__file__).parent,
+    _defines,
+    shared=(),
+    instead="Triton's kernel multiplies",
+    fails_whole=True,
+)
+
+
+def variant_of(problem: Problem) -> Variant:
+    """Registers of a tile, sums and queries decide how many programs a multiprocessor has."""
+    tile = min(MOST_TOKENS, STEP_BYTES // problem.row)
+    return Variant(tile, 4 if problem.kind == "int4" and problem.scales != "channel" else 3)
+
+
+def refusal(q: torch.Tensor, k: StoredTokens) -> str | None:
+    """Why Triton's kernel multiplies what `decode.refusal` lets through, or None."""
+    return unfit(q, k) if is_served(q) else "it is for Hopper, with NVRTC"
+
+
+def unfit(q: torch.Tensor, k: StoredTokens) -> str | None:
+    """The same of sizes."""
+    if q.shape[2] != 1 or q.shape[1] // k.shape[1] > COLUMNS:
+        return f"it takes one query of each head, and {COLUMNS} heads that share a key head"
+    if k.width not in WIDTHS:
+        return f"it takes heads of {' or '.join(map(str, WIDTHS))} channels"
+    if k.axis == 3 and not k.static and k.scale is not None and k.scale.shape[-1] != 1:
+        return "it takes one scale of a token"
+    return None
+
+
+def span_of(problem: Problem) -> int:
+    """Tokens that the warps of a program take a turn at: what parts are whole multiples of."""
+    return WARPS * (problem.group if problem.scales == "channel" else variant_of(problem).tile)
+
+
+@lru_cache(maxsize=256)
+def _launch(problem: Problem, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
+    # Of each warp and column the largest score, the sum of weights, and sums by channel.
+    shared = WARPS * COLUMNS * 4 * (2 + problem.width + 4)
+    return CudaLaunch(KERNEL, variant_of(problem), problem, POINTERS, programs, shared, (NUMBERS, numbers))
+
+
+def attention(
+    q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None, factor: float,
+    kind: str, splits: int = 0,
+) -> torch.Tensor | None:  # fmt: skip
+    """(B, H, 1, D), whose memory is (B, 1, H, D); None where the kernel does not compile or load.
+
+    Operands as `refusal` lets through, channels of a query side by side. mask: uint8, of one sequence or of all. factor: of
+    scores, times log2 e. splits: for measurements; else as `splits_of` says.
+    """
+    problem = problem_of(q, k, kind, mask)
+    heads = k.shape[1]
+    splits = splits or splits_of(problem, q.shape[0] * heads, v.shape[2])
+    y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
+    parts = parts_of(y, splits)
+    if not launch(problem, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None)))):
+        return None
+    if parts is not None:
+        window = k.window if problem.window else ALL_STORED
+        combine(y, *parts, length, heads, span_of(problem), splits, window)
+    return y.transpose(1, 2)
+
+
+def splits_of(problem: Problem, pairs: int, room: int) -> int:
+    """Parts of the room of each of so many key heads: as few as keep 9 of 10 places of all multiprocessors busy, as programs
+    run in whole rounds."""
+    places = MULTIPROCESSORS * variant_of(problem).resident
+    most = max(1, -(-room // span_of(problem)))
+    if pairs < places:
+        found = max(1, places // pairs)
+        if pairs * found >= places * BUSY:
+            return min(most, found)
+    options = range(1, min(most, MOST_PARTS) + 1)
+    busy = {n: pairs * n / (-(-pairs * n // places) * places) for n in options}
+    return next((n for n in options if busy[n] >= BUSY), max(options, key=lambda n: (busy[n], -n)))
+
+
+def problem_of(q: torch.Tensor, k: StoredTokens, kind: str, mask: torch.Tensor | None) -> Problem:
+    """Of operands. kind: as `decode` names it."""
+    scales = static_of(k) or ("" if k.scale is None else "channel" if k.axis == 2 else "token")
+    return Problem(
+        kind, k.width, q.shape[1] // k.shape[1], FLOAT_NAMES[q.dtype], scales, k.zero is not None,
+        k.window.group if scales == "channel" else 1, k.computed is not None, mask is not None,
+    )  # fmt: skip
+
+
+def launch(
+    problem: Problem, q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None,
+    factor: float, splits: int, results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+) -> bool:  # fmt: skip
+    """Write y (B, 1, H, D), or the parts and their statistics; False where the kernel does not compile or load.
+
+    mask: uint8, the last axis contiguous, one line for all sequences or one each. factor: of scores, times log2 e.
+    """
+    if not cuda.is_loadable(KERNEL, variant_of(problem), problem, q.get_device()):
+        return False
+    window = k.window
+    ring = (window.sinks, window.ring, window.residual, window.group) if problem.window else (0, 0, 0, 1)
+    lines = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
+    numbers = (q.stride(0), q.stride(1), lines, factor, k.shape[1], k.shape[2], v.shape[2], splits, *ring)
+    operands = (q, k.codes, k.scale, k.zero, v.codes, v.scale, k.computed, v.computed, length, mask, *results)
+    _launch(problem, q.shape[0] * k.shape[1] * splits, numbers).run(operands, q.get_device())
+    return True
+
+
+__all__ = [
+    "KERNEL",
+    "Problem",
+    "Variant",
+    "attention",
+    "launch",
+    "problem_of",
+    "refusal",
+    "span_of",
+    "splits_of",
+    "unfit",
+    "variant_of",
+]
