@@ -19,6 +19,8 @@ from ao_lab.config.recipe import named
 from ao_lab.training.casts import STREAMS, Matrix, quantize_one, quantize_two, weight_columns
 from ao_lab.training.layers import padded_to_multiples
 from ao_lab.training.products import values
+from reference.quantize.blocks import Blocks
+from reference.quantize.scales import scale_groups
 from reference.schemes.schemes import Scheme
 from reference.training.linear import multiple_of, unsupported_reason
 from reference.training.recipe import RECIPES, Operand, Product, Recipe
@@ -98,8 +100,24 @@ def _rounds(product: Product) -> bool:
 
 
 def reason_against(recipe: Recipe, shape: tuple[int, int]) -> str | None:
-    """Why a weight (N, K) cannot run so; None where it can."""
-    return unsupported_reason(recipe, None, shape, products=products_of(recipe) or ("output",))
+    """Why a weight (N, K) cannot run so, with inputs of any number of tokens; None where it can."""
+    reason = unsupported_reason(recipe, None, shape, products=products_of(recipe) or ("output",))
+    if reason is not None:
+        return reason
+    try:
+        for operand, size in ((recipe.output.a, (1, shape[1])), (recipe.output.b, shape)):
+            if operand.scheme is not None:
+                _check_blocks(operand.scheme, size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_blocks(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """ValueError where blocks of either level do not divide a matrix: flat ones count its elements, not its columns."""
+    blocks = Blocks.of(shape, scheme.scale, -1)
+    if scheme.outer is not None and scheme.outer.block != "tensor":
+        scale_groups(blocks, scheme.outer, scheme)
 
 
 def output_operands(

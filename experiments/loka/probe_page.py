@@ -22,7 +22,8 @@ from experiments.loka.prediction import (
     WORST,
 )
 from experiments.loka.sampling_cost import CADENCES, COST, SAMPLED, STEP
-from experiments.report.content import Headline, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, Target, limit_of
 
@@ -115,18 +116,18 @@ def seen(results: Results, kind: str, metric: str) -> list[str]:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Layers, logits, faults, cost; run by run."""
+    made = (
+        (SITES, "Errors of layers", SITE_TEXT, site_drawing, site_table),
+        (OUTPUTS, "Changes of logits", OUTPUT_TEXT, output_drawing, output_table),
+        (FAULTY, "Faulty kernels", FAULT_TEXT, fault_drawing, fault_table),
+        (ALARMS, "Right kernels", (), None, alarm_table),
+        (COST, "Cost of sampling", COST_TEXT, None, cost_table),
+    )
     return [
-        *(Section(f"Errors of layers ({where})", SITE_TEXT, [], [site_table(results)]) for where, results in by_run(rows,
-        SITES).items()),
-        *(Section(f"Changes of logits ({where})", OUTPUT_TEXT, [], [output_table(results)]) for where, results in
-        by_run(rows, OUTPUTS).items()),
-        *(Section(f"Faulty kernels ({where})", FAULT_TEXT, [], [fault_table(results)]) for where, results in by_run(rows,
-        FAULTY).items()),
-        *(Section(f"Right kernels ({where})", (), [], [alarm_table(results)]) for where, results in by_run(rows,
-        ALARMS).items()),
-        *(Section(f"Cost of sampling ({where})", COST_TEXT, [], [cost_table(results)]) for where, results in by_run(rows,
-        COST).items()),
-    ]  # fmt: skip
+        Section(f"{title} ({where})", text, [draw(where, results)] if draw else [], [table(results)])
+        for kind, title, text, draw, table in made
+        for where, results in by_run(rows, kind).items()
+    ]
 
 
 def site_table(results: Results) -> Table:
@@ -151,6 +152,57 @@ def site_table(results: Results) -> Table:
         for setting, method in lines(results)
     ]  # fmt: skip
     return Table("Predicted error over that on later impressions", columns, body, results.rows)
+
+
+def site_drawing(where: Where, results: Results) -> Drawing:
+    """The worst prediction of each model and candidate, by where inputs come from."""
+    shown = lines(results)
+    sources = [source for source in SOURCES if f"{WORST}, {source}" in results.metrics]
+    series = {one: [results.value(*line, f"{WORST}, {one}") for line in shown] for one in sources}
+    figure = dots(labels(shown), series, "worst ratio of predicted and measured errors of layers", base=1.0)
+    return Drawing(
+        f"loka-layers-{where.scale}{where.device_ending}",
+        "Errors of layers: the prediction that is furthest off.",
+        figure,
+    )
+
+
+def output_drawing(where: Where, results: Results) -> Drawing:
+    """A logit's change, predicted and measured."""
+    shown = lines(results)
+    series = {
+        name: [results.value(*line, metric) for line in shown]
+        for name, metric in (
+            ("predicted", PREDICTED),
+            ("as if layers were independent", INDEPENDENT),
+            ("measured", MEASURED),
+        )
+    }
+    figure = dots(labels(shown), series, "root mean square change of a logit", base=0.0)
+    return Drawing(
+        f"loka-logits-{where.scale}{where.device_ending}",
+        "What all layers in a candidate change of a logit.",
+        figure,
+    )
+
+
+def fault_drawing(where: Where, results: Results) -> Drawing:
+    """Standard errors that find each fault on inputs of a layer: ours and MERE's."""
+    series = {
+        name: [results.value(one, KINDS[0], metric) for one in results.settings]
+        for name, metric in (("tests of probe_kernel", SIGMAS), ("MERE", MERE))
+    }
+    figure = dots(results.settings, series, "standard errors on inputs of a layer", symlog=1.0, base=ERRORS)
+    return Drawing(
+        f"loka-faults-{where.scale}{where.device_ending}",
+        "Faulty kernels: from five standard errors on one is found.",
+        figure,
+    )
+
+
+def labels(shown: Sequence[tuple[str, str]]) -> list[str]:
+    """Models and candidates as figures name them."""
+    return [f"{setting}, {method}" for setting, method in shown]
 
 
 def output_table(results: Results) -> Table:

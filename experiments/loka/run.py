@@ -2,7 +2,8 @@
 
 Parts are modules of this folder, each with its lines: what is measured at once. "sites" and "outputs" are what a probe predicts
 (`prediction`), "cost" what it takes online (`sampling_cost`), "faults" and "right kernels" what is told of kernels
-(`faulty_kernels`). Faults are computed on a CPU. "trajectory", "policies" and "speed" are of workloads (`workloads`).
+(`faulty_kernels`), "schemes" predictions for other models in all schemes (`every_scheme`). Faults are computed on a CPU.
+"trajectory", "policies" and "speed" are of workloads (`workloads`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from experiments.harness.measuring import Deadline, attempt, bar, keep, measure_
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.loka import faulty_kernels, prediction, sampling_cost, trajectory, workloads
+from experiments.loka import every_scheme, faulty_kernels, prediction, sampling_cost, trajectory, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
 from experiments.loka.workloads import Line
 from experiments.runs.run import Settings
@@ -63,10 +64,19 @@ def kernel_lines(settings: Settings) -> Iterator[Line]:
     yield Line(faulty_kernels.ALARMS, CASES, "all", "all", work, on_cpu=True)
 
 
+def scheme_lines(settings: Settings) -> Iterator[Line]:
+    """Part "schemes", at scale full alone."""
+    for name in every_scheme.MODELS if settings.scale == "full" else ():
+        for candidate in every_scheme.candidates():
+            work = partial(every_scheme.scheme_values, name, candidate, settings.seed, settings.device)
+            yield Line(every_scheme.EVERY, every_scheme.DATA, name, candidate, work)
+
+
 #: The parts by name, and what has their lines.
 PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "probe": probe_lines,
     "kernels": kernel_lines,
+    "schemes": scheme_lines,
     "trajectory": workloads.trajectory_lines,
     "policies": workloads.policy_lines,
     "speed": workloads.speed_lines,

@@ -11,8 +11,9 @@ from experiments.harness.rows import Row
 from experiments.loka.dense_speed import BOTH, FORWARD, MEMORY, MOD_SPEED, MODS, SPEED
 from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECONDS
 from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
-from experiments.report.content import Headline, Section, Table
-from experiments.report.results import Results, best_run, by_run, number
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import dots
+from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
 
 EXPERIMENT = "loka"
@@ -133,10 +134,40 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         (MOD_SPEED, "Steps with mods", (), mod_table),
     )
     return [
-        Section(f"{title} ({where})", text, [], [table(results)])
+        Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
         for kind, title, text, table in made
         for where, results in by_run(rows, kind).items()
     ]
+
+
+def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
+    """The figure of a kind of table, where there is one."""
+    if kind == TRAJECTORY and (shown := [one for one in qualities(results) if one.gap]):
+        gaps = [one.gap.mean if one.gap else None for one in shown]
+        halves = [one.gap.half if one.gap else None for one in shown]
+        figure = dots(
+            [f"{one.setting}, {one.method}" for one in shown], {"relative log loss": gaps}, "percent of the base's log loss",
+            errors={"relative log loss": halves}, base=0.0,
+        )  # fmt: skip
+        name = f"loka-log-loss-{where.scale}-{where.data}{where.device_ending}"
+        return [Drawing(name, "Relative log loss over paired seeds, with its interval of 95%.", figure)]
+    if kind == SPEED:
+        timed = [line for line in lines(results) if line[1] != "bfloat16"]
+        series = {one: [speedup(results, *line, one) for line in timed] for one in (BOTH, FORWARD)}
+        figure = dots(
+            [f"{setting}, {method}" for setting, method in timed],
+            series,
+            "times as fast as bfloat16",
+            base=1.0,
+        )
+        return [
+            Drawing(
+                f"loka-speed-{where.scale}{where.device_ending}",
+                "Steps of the dense part over compiled bfloat16.",
+                figure,
+            )
+        ]
+    return []
 
 
 def quality_table(results: Results) -> Table:

@@ -193,6 +193,15 @@ def test_candidates():
             candidates_of(wrong)
 
 
+def test_blocks_that_divide_no_layer_are_a_reason():
+    """Of a second level too, whose groups are of scales; other candidates of the same call are measured."""
+    names = ["nf4", "torchao.nf4", "int4_g256", "nf4 x torchao.nf4"]
+    report = ao_lab.probe_(network(), data(1, 37), names, filter_fn=lambda m, name: name == "down")
+    told = report.site("down").candidates
+    assert [bool(told[name].reason) for name in names] == [False, True, True, True]
+    assert "second level takes them in full blocks of 256" in told["torchao.nf4"].reason
+
+
 def vision():
     """A vision transformer and batches of images."""
     config = transformers.ViTConfig(

@@ -3,10 +3,21 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from experiments.harness.rows import Journal, Row
-from experiments.loka import faulty_kernels, page, prediction, probe_page, run, subjects
+from experiments.loka import (
+    every_scheme,
+    faulty_kernels,
+    page,
+    prediction,
+    probe_page,
+    run,
+    schemes_page,
+    subjects,
+)
 from experiments.models.click_training import ClickTraining
+from experiments.report.results import by_run
 from experiments.runs.run import settings_for
 
 
@@ -80,6 +91,32 @@ def test_targets_that_are_missed():
         "share of layers within 5%, reservoir", "worst ratio of errors, reservoir",
         "DCN, rowwise: predicted over measured, either way", "no scale", "false alarms", "DCN: a sample every 100 steps",
     ]  # fmt: skip
+
+
+def test_every_scheme_of_a_small_model(monkeypatch):
+    """What is predicted is near what later examples show; a scheme that divides no layer has no line on the page."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.SiLU(), torch.nn.Linear(64, 16))
+    batches = [(torch.randn(128, 48),) for _ in range(4)]
+    monkeypatch.setitem(every_scheme.MODELS, "ViT", lambda device, seed: (model, batches))
+    monkeypatch.setattr(every_scheme, "candidates", lambda: ("rowwise", "nf4", "int4_g128"))
+    every_scheme.probed.cache_clear()
+    rows = []
+    for name in every_scheme.candidates():
+        for metric, (value, _) in every_scheme.scheme_values("ViT", name, 0, "cpu").items():
+            rows.append(row(f"{every_scheme.EVERY}/full/{every_scheme.DATA}", "ViT", name, metric, value))
+    every_scheme.probed.cache_clear()
+    values = {(one.method, one.metric): one.value for one in rows}
+    assert values["rowwise", prediction.LAYERS] == 2
+    assert values["rowwise", prediction.RATIO] == pytest.approx(1, abs=0.1)
+    assert values["nf4", every_scheme.BITS] == 4
+    assert values["int4_g128", prediction.LAYERS] == 0
+    ((where, results),) = by_run(rows, every_scheme.EVERY).items()
+    assert [line[0] for line in schemes_page.table(results, "ViT").lines] == ["rowwise", "nf4"]
+    assert schemes_page.share_within(results) == 100
+    assert schemes_page.drawing(where, results).name == "loka-schemes-vit-full-cpu"
+    assert [one.reached for run in schemes_page.targets_by_run(rows) for one in run.targets] == [True, True]
+    assert "In 2 schemes and recipes of a ViT 100.0% of layers" in schemes_page.findings(rows)[0]
 
 
 def test_every_fault_shows_on_some_schemes():
