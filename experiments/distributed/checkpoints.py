@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from experiments.distributed.cases import BITS, Case, Rank, Tally
-from experiments.distributed.training import WIDTH, batch, blocks, compare, content, loss_of, share
+from experiments.distributed.training import WIDTH, batch, blocks, compare, content, loss_of, plain_, share
 
 SCHEMES = (
     ("int8_rowwise", None), ("int4_g32_asymmetric", None), ("nf4", None), ("nvfp4", None),
@@ -34,6 +34,7 @@ def quantized_net(rank: Rank, scheme: str, inputs: str | None, seed: int = 0) ->
 
     made = dense(rank, seed)
     quantize_(made, SchemeConfig(scheme=scheme, activation_scheme=inputs))
+    plain_(made)
     return made
 
 
@@ -103,7 +104,7 @@ def trained(rank: Rank, tally: Tally, recipe: str) -> None:
         net = blocks(rank)
         convert_for_training_(net, recipe, fsdp_float8_all_gather=True)
         share(net)
-        return net, torch.optim.AdamW(net.parameters(), 1e-2, fused=False)
+        return net, torch.optim.AdamW(net.parameters(), 1e-2, foreach=False)
 
     def steps(net: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
         for step in numbers:

@@ -45,7 +45,7 @@ class Run:
         self.rank, self.net, self.step = rank, blocks(rank), 0
         convert_for_training_(self.net, "tensorwise", fsdp_float8_all_gather=True)
         share(self.net)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2, fused=False)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2, foreach=False)
 
     def train(self, what: str) -> None:
         """One step, in which something happens where it is the one."""

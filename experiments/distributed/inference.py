@@ -81,7 +81,8 @@ def feed(rank: Rank, name: str) -> Feed:
 
     torch.manual_seed(0)
     made = Feed(*WIDTHS[rank.device.type]).to(rank.device, rank.dtype)
-    config = configurations()[name]()
+    with rank.device:
+        config = configurations()[name]()
     if "2:4" in name:
         ao_lab.sparsify_(made, ao_lab.SparsityConfig("2:4"))
     ao_lab.quantize_(made, config)

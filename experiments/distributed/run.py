@@ -36,11 +36,11 @@ from experiments.runs.run import Settings, all_rows
 #: In the order in which they run.
 CASES = (
     *training.CASES,
-    *inference.CASES,
     *checkpoints.CASES,
-    *transformers_models.CASES,
     *calibration.CASES,
     *exchanges.CASES,
+    *transformers_models.CASES,
+    *inference.CASES,
     *failures.CASES,
     *speed.CASES,
 )

@@ -103,7 +103,7 @@ def train_shared(rank: Rank, tally: Tally, recipe: str, codes: bool) -> None:
     for net in (one, many):
         convert_for_training_(net, recipe, fsdp_float8_all_gather=codes)
     share(many)
-    optimizers = [torch.optim.AdamW(net.parameters(), LEARNING, fused=False) for net in (one, many)]
+    optimizers = [torch.optim.AdamW(net.parameters(), LEARNING, foreach=False) for net in (one, many)]
     for step in range(STEPS):
         expected = one_process(rank, one, step)
         found = loss_of(many, batch(rank, rank.rank, step)) * weight_of(rank.rank)
@@ -142,6 +142,16 @@ def refuse_codes(rank: Rank, tally: Tally, recipe: str) -> None:
     tally.true("a layer was changed", all(type(block.up) is nn.Linear for block in net))
 
 
+def plain_(net: nn.Module) -> Any:
+    """Quantized weights laid out as ranks send and gather them: a GPU's kernels sum in another order from another layout."""
+    for module in net.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            weight: Any = parameter.detach()
+            if hasattr(weight, "parts"):
+                setattr(module, name, nn.Parameter(weight.plain, requires_grad=False))
+    return net
+
+
 class Adapted(nn.Module):
     """A frozen layer and a low-rank one beside it."""
 
@@ -163,10 +173,10 @@ def train_adapters(rank: Rank, tally: Tally, weight: str, inputs: str | None) ->
     one = nn.Sequential(Adapted(), Adapted()).to(rank.device, rank.dtype)
     config = SchemeConfig(scheme=weight, activation_scheme=inputs)
     quantize_(one, config, lambda module, name: name.endswith("base"))
-    many = share(copy.deepcopy(one))
+    many = share(copy.deepcopy(plain_(one)))
     nets = (one, many)
     optimizers = [
-        torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], LEARNING, fused=False)
+        torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], LEARNING, foreach=False)
         for net in nets
     ]
     for step in range(3):
@@ -192,7 +202,9 @@ def train_sparse(rank: Rank, tally: Tally, masks: str, gradient: str) -> None:
     ao_lab.sparsify_(one, ao_lab.SparseTrainingConfig(masks=masks, gradient=gradient))
     many = share(copy.deepcopy(one))
     nets = (one, many)
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1, fused=False) for net in nets]
+    optimizers = [
+        torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1, foreach=False) for net in nets
+    ]
     for step in range(4):
         outputs = [net(rank.random(16, 64, seed=step)) for net in nets]
         tally.bits(f"output of step {step}", outputs[1], outputs[0])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from experiments.distributed.cases import BITS, ORDER, SLICES, Case, Rank, Tally
 from experiments.distributed.inference import laid_out
+from experiments.distributed.training import plain_
 
 TOKENS = 4
 OURS, READ, DENSE = "folder of ours", "quantized while read", "dense folder"
@@ -177,7 +178,7 @@ def experts(rank: Rank, tally: Tally, scheme: str) -> None:
     gathered(tally, one, many)
     ids = tokens(rank)
     with torch.no_grad():
-        found, expected = many(ids).logits, one(ids).logits
+        found, expected = many(ids).logits, plain_(one)(ids).logits
     found = found.full_tensor() if hasattr(found, "full_tensor") else found
     # Two experts a token and as many sums as ranks in a layer, each with a rounding, which later layers carry on.
     layers = configuration(kind).num_hidden_layers
@@ -197,7 +198,7 @@ def fsdp(rank: Rank, tally: Tally, scheme: str) -> None:
     gathered(tally, one, many)
     ids = tokens(rank)
     with torch.no_grad():
-        tally.bits("logits", many(ids).logits, one(ids).logits)
+        tally.bits("logits", many(ids).logits, plain_(one)(ids).logits)
 
 
 def cache(rank: Rank, tally: Tally, recipe: str) -> None:
