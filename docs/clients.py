@@ -398,7 +398,7 @@ def line(cells: list[str]) -> str:
 INTRODUCTION = (
     "What each program makes of each scheme, written by `python docs/clients.py` from `docs/clients.csv`, a row for each run. "
     "Every client read a small Llama by its own code on a CPU; its log-probabilities were compared with those of the quantized "
-    "model here. How to write the files: [the guide](GUIDE.md#take-it-elsewhere)."
+    "model here. How to write the files: [Serve and export](guides/serve.md)."
 )
 LEGEND = (
     "`=` the same bits; `✓` the same up to the order of sums in float32 (2e-4 of a log-probability); `≈` the same weights, and "

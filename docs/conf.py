@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
 
 import ao_lab  # noqa: E402
-from docs import api, docstrings, generate, links  # noqa: E402
+from docs import api, docstrings, figures, generate, links  # noqa: E402
 
 generate.write(HERE / "generated")
 
@@ -54,24 +54,26 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "min_reported_time": 30,
     "show_memory": False,
+    "write_computation_times": False,  # that page has scripts of other hosts
     "show_signature": False,
     "plot_gallery": True,
-    "image_scrapers": ("matplotlib",),
+    "image_scrapers": (figures.scrape,),
 }
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"ao_lab {release}"
 html_show_sourcelink = False
 html_show_copyright = False
+html_sidebars = {"index": [], "get_started": [], "choose": []}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 8,
     "secondary_sidebar_items": ["page-toc"],
-    "footer_start": ["sphinx-version"],
-    "footer_end": ["theme-version"],
+    "footer_start": [],
+    "footer_end": [],
 }
 # Published sites of several versions share a list of them, in the theme's form; a local build has one version and no list.
 if "DOCS_VERSIONS_URL" in os.environ:

@@ -15,6 +15,9 @@ from typing import Any
 SPAN = re.compile(r"(``?)(.+?)\1", re.DOTALL)
 MARKUP = re.compile(r"[*_|\\]")
 FENCE = re.compile(r"^```.*$")
+#: How what an argument is begins, and what comes after the arguments.
+ARGUMENTS = re.compile(r"(`?\w+`?(?:, `?\w+`?)*):(?:\s|$)")
+OUTCOME = re.compile(r"(Raises|Returns|ValueError|TypeError)\b")
 #: Where a contract stands in the text of its module.
 ELSEWHERE = ("see the module text", "see above")
 
@@ -26,7 +29,7 @@ def connect(app: Any, places: Mapping[str, str]) -> None:
         text = "\n".join(lines)
         if what in ("function", "class", "exception") and any(words in text for words in ELSEWHERE):
             text += "\n\n" + module_text(value)
-        lines[:] = converted(text, places, name).splitlines()
+        lines[:] = converted(listed(text, parameters(value)), places, name).splitlines()
 
     app.connect("autodoc-process-docstring", convert)
 
@@ -35,6 +38,39 @@ def module_text(value: Any) -> str:
     """The docstring of the module that defines a function or a class."""
     module = sys.modules.get(getattr(value, "__module__", ""))
     return inspect.getdoc(module) or "" if module else ""
+
+
+def parameters(value: Any) -> set[str]:
+    """Names of the arguments of a function or a class; none where Python does not say."""
+    try:
+        return set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def listed(text: str, arguments: set[str]) -> str:
+    """Lines that begin with arguments and a colon, "x, y: what they are", as a list of these."""
+    lines: list[str] = []
+    inside = False
+    for line in parted(text, arguments).split("\n"):
+        found = ARGUMENTS.match(line)
+        begins = found and set(re.findall(r"\w+", found[1])) <= arguments
+        if begins or not line.strip() or OUTCOME.match(line):
+            lines += (
+                [""] if lines and lines[-1].strip() and (begins or inside) and not (begins and inside) else []
+            )
+            inside = bool(begins)
+        lines.append(f"* {line}" if begins else f"  {line}" if inside else line)
+    return "\n".join(lines)
+
+
+def parted(text: str, arguments: set[str]) -> str:
+    """An argument that is explained within a line begins one."""
+
+    def part(found: re.Match[str]) -> str:
+        return f".\n{found[1]}:" if set(re.findall(r"\w+", found[1])) <= arguments else found[0]
+
+    return re.sub(r"\. (`?\w+`?(?:, `?\w+`?)*):(?=\s)", part, text)
 
 
 def converted(text: str, places: Mapping[str, str], name: str = "") -> str:

@@ -1,8 +1,8 @@
-"""The table of README.md: what each configuration does on a CPU, on an H200, when saved, in training and under torch.compile.
+"""The last table of docs/choose.md: what each configuration does on a CPU, on an H200, saved, trained, and compiled.
 
-``python docs/matrix.py`` writes it between the marks of README.md; a test compares it with what the code does. Every cell is
-found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/linear.csv.gz``
-(layers as `quantize_` makes them) and ``reports/data/kernels.csv.gz``.
+``python docs/matrix.py`` writes it between the marks of docs/choose.md; a test compares it with what the code does. Cells are
+found by running the configuration on a small layer, but the speeds on an H200: rows of ``reports/data/linear.csv.gz`` (layers
+as `quantize_` makes them) and ``reports/data/kernels.csv.gz``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COLUMNS = (
     "weights",
     "inputs",
     "CPU",
-    "H200: quantize",
-    "H200: one row",
+    "quantize",
+    "1 token",
     "saved as",
     "QAT",
     "compile",
@@ -50,8 +50,8 @@ NOT_SUPPORTED = (ValueError, NotImplementedError, torch._dynamo.exc.Unsupported)
 
 
 def main() -> None:
-    """Write the table into README.md."""
-    path = ROOT / "README.md"
+    """Write the table into docs/choose.md."""
+    path = ROOT / "docs/choose.md"
     before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
     path.write_text(before + BEGIN + table() + END + after.partition(END)[2], encoding="utf-8")
 

@@ -1,7 +1,4 @@
-"""The figures of training in README.md, which are rows of ``reports/data/fp8_training.csv.gz``.
-
-``python docs/training.py`` writes them between the marks of README.md; a test compares them with the rows.
-"""
+"""The figures of the guide to training, of ``reports/data/fp8_training.csv.gz``: `docs/generate.py` puts them into the page."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs.generation import filled  # noqa: E402
 from experiments.fp8_training.convergence import PAIRED, Gap  # noqa: E402
 from experiments.fp8_training.convergence_page import baseline_gap  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import read  # noqa: E402
 from experiments.report.results import by_run  # noqa: E402
 
-BEGIN, END = "<!-- training: python docs/training.py -->\n", "<!-- end of training -->\n"
 TEXT = """\
-Two layers of Llama-3-8B train {compiled:.2f} times as fast by `rowwise` as compiled bfloat16, {eager:.2f} times in eager
-mode (one H200; `fuse=True`, and in compiled bfloat16 the compiler's fusions). Over {seeds} paired trainings of a model of
-{small:.0f} million parameters the loss on held-out books lies above bfloat16's by {gaps} percent. The highest of the
-recipes of 6 and 8 bits is `{worst}`: {highest}, and {elsewhere} on WikiText-2, unlike what was trained on. bfloat16
-trained again on {other} is {base} away, so gaps smaller than that are not resolved ([rows](reports/fp8_training.md)).
+**Speed.** Two layers of Llama-3-8B train {compiled:.2f} times as fast with `rowwise` as in compiled bfloat16, and {eager:.2f}
+times in eager mode (H200; `fuse=True`, and in compiled bfloat16 the compiler's own fusions).
+
+**Loss.** Over {seeds} paired trainings of a Llama of {small:.0f} million parameters, the loss on held-out books is above that
+of bfloat16 by {gaps} percent (95% intervals). The largest of the recipes of 6 and 8 bits is `{worst}`: {highest}, and
+{elsewhere} on WikiText-2, which is unlike the training text. bfloat16 trained again on {other} differs by {base}, so
+smaller differences than that mean nothing.
 """
 RECIPES = ("rowwise", "mxfp8", "mxfp4")
 #: Recipes of 4-bit operands, which are told from bfloat16.
@@ -39,19 +36,12 @@ STEP = "2 x 8192, checkpointing none"
 SPEED = LOSS = "NVIDIA H200"
 
 
-def main() -> None:
-    """Write the figures into README.md."""
-    path = ROOT / "README.md"
-    before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
-    path.write_text(before + BEGIN + text() + END + after.partition(END)[2], encoding="utf-8")
-
-
 def text() -> str:
     """The sentences."""
     worst = max(eight_bits(), key=lambda name: value(LOSS, "gaps", name, GAP))
     other, base_gap = base_against_itself()
     base = value(SPEED, "blocks", "bfloat16", "time", f"compiled, {STEP}")
-    words = TEXT.format(
+    return TEXT.format(
         compiled=base / value(SPEED, "blocks", "ours, rowwise", "time", f"compiled, {STEP}"),
         eager=base / value(SPEED, "blocks", "ours, rowwise", "time", f"eager, {STEP}"),
         seeds=int(value(LOSS, "gaps", RECIPES[0], f"{GAP}, seeds")),
@@ -63,7 +53,6 @@ def text() -> str:
         other=f"an {other.removeprefix('NVIDIA ').partition(' ')[0]}",
         base=f"{base_gap.mean:.2f} ± {base_gap.half:.2f}",
     )
-    return filled(words)
 
 
 def interval(name: str, metric: str) -> str:
@@ -107,7 +96,3 @@ def rows() -> list[dict[str, str]]:
         ROOT / "reports" / "data" / "fp8_training.csv.gz", "rt", newline="", encoding="utf-8"
     ) as file:
         return list(csv.DictReader(file))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ the repository. A folder of it has the four files below, from `ao-lab corpus pro
 are compared with the hashes of the record, so rows of the corpus are of one text.
 
 Building fetches each document, cleans it (markup off, white space and invisible characters normalized, one paragraph after the
-other), compares it with its hash and writes the files. The rules are those by which the corpus was made (docs/GUIDE.md lists
+other), compares it with its hash and writes the files. The rules are those by which the corpus was made (docs/corpus.md lists
 them); where they leave a choice, this module does what agrees with the corpus on the pages that were compared. Nothing but a
 `Fetch` touches the network: it takes an address and returns the bytes that lie there, and a test, or a person with a mirror,
 replaces it by a function of one's own.

@@ -78,6 +78,7 @@ LIMITED = (
     "prefill_attention",
     "ladder",
     "loka",
+    "distributed",
 )
 #: Those whose trainings can run in several processes.
 SEVERAL = ("fp8_training", "sparsity", "loka")

@@ -1,42 +1,26 @@
-"""README and guide as a stranger types them: Python blocks, commands about models, transformers alone on what they leave."""
+"""README as a stranger types it: Python blocks, transformers alone on what they leave, tables that are those of the code."""
 
 import importlib.util
-import json
 import os
-import pkgutil
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import ao_lab
-from tests.ao_lab.checkpoint.formats.test_compressed_tensors import packed_folder
 from tests.support.models.small_llama import save_llama
 from tests.support.runs import forks
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 ROOT = Path(__file__).parents[2]
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "GUIDE.md"
+README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DOTTED = re.compile(r"\b(?:ao_lab|reference|fast)(?:\.(?!py\b)[A-Za-z_]\w*)+")
-COMMANDS = ("ao-lab quantize", "ao-lab eval")
 QUIET = "import warnings; warnings.simplefilter('ignore')\n"
-#: Before blocks of the guide that speak of a model: a dense one, and inputs.
-DENSE = """
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("MODEL_DIR").eval()
-tokens = torch.arange(20).reshape(2, 10)
-step = model.forward
-"""
 #: After a block that leaves a model: its outputs.
 KEEP = """
-import torch
 with torch.no_grad():
     torch.save(model.eval()(torch.arange(20).reshape(2, 10)).logits, "out.pt")
 """
@@ -76,10 +60,9 @@ def run(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the stranger sits: a model in MODEL_DIR, one of another library in GPTQ_DIR."""
+    """Where the stranger sits: a model in MODEL_DIR."""
     where = tmp_path_factory.mktemp("stranger")
     save_llama(where / "MODEL_DIR")
-    packed_folder(where / "GPTQ_DIR", "gptq")
     return where
 
 
@@ -93,54 +76,6 @@ def test_readme_blocks(folder, anew):
     typed = stranger(ours + KEEP, folder) if anew else run(folder, "-c", nothing + QUIET + ours + KEEP)
     assert "layers quantized" in typed
     run(folder, "-c", QUIET + alone + COMPARE)
-
-
-def test_guide_blocks(folder):
-    """Each block in a process with all before it."""
-    found = blocks(GUIDE, "python")
-    assert len(found) >= 6
-    script = ""
-    for text in found:
-        script += DENSE if re.search(r"\bmodel\b", text) and "from_pretrained" not in text else ""
-        script += "import ao_lab\n" + text
-    assert "compressed-tensors" in run(folder, "-c", QUIET + script)
-
-
-@pytest.mark.parametrize("page", [README, GUIDE], ids=["readme", "guide"])
-def test_dotted_names_exist(page):
-    """Of text and of blocks that no test runs, too."""
-    names = set(DOTTED.findall(page.read_text()))
-    assert names
-    assert [name for name in sorted(names) if not exists(name)] == []
-    assert not exists("ao_lab.no_such_name")
-
-
-def exists(name):
-    """Whether a dotted name is that of a module, also one whose extra is not installed, or in one."""
-    try:
-        pkgutil.resolve_name(name)
-    except (AttributeError, ModuleNotFoundError):
-        return importlib.util.find_spec(name) is not None
-    return True
-
-
-def test_commands(folder):
-    """Both commands of the guide as they stand, then transformers alone on what they have written."""
-    lines = [line for text in blocks(GUIDE, "") for line in text.splitlines() if line.startswith(COMMANDS)]
-    assert [shlex.split(line, comments=True)[1] for line in lines] == ["quantize", "eval"]
-    shown = ""
-    for line in lines:
-        typed = shlex.split(line, comments=True)[1:]
-        shown += run(folder, "-m", "ao_lab", *typed)
-    assert "layout: compressed-tensors" in shown
-    assert "without dequantize=True" in " ".join(shown.split())
-    model = ao_lab.load_pretrained(folder / "OUT_DIR").eval()
-    with torch.no_grad():
-        torch.save(model(torch.arange(20).reshape(2, 10)).logits, folder / "out.pt")
-    read = 'from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained("OUT_DIR")\n'
-    run(folder, "-c", QUIET + read + COMPARE)
-    config = json.loads((folder / "OUT_DIR" / "config.json").read_text())
-    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] is True
 
 
 def loaded(name):
@@ -166,25 +101,22 @@ def test_a_defect_is_not_a_no(error):
         loaded("matrix").answer(raises, error)
 
 
-def test_readme_table():
+def test_table_of_configurations():
     """What each configuration does is what the code does: `python docs/matrix.py` writes it."""
     matrix = loaded("matrix")
-    shown = README.read_text().partition(matrix.BEGIN)[2].partition(matrix.END)[0]
-    assert shown == matrix.table()
+    page = (ROOT / "docs" / "choose.md").read_text()
+    assert page.partition(matrix.BEGIN)[2].partition(matrix.END)[0] == matrix.table()
 
 
-def test_readme_figures_of_training():
-    """They are the committed rows: `python docs/training.py` writes them."""
-    training = loaded("training")
-    shown = README.read_text().partition(training.BEGIN)[2].partition(training.END)[0]
-    assert shown == training.text()
+def test_tables_of_results():
+    """They are the committed results: `python docs/choose.py` writes them."""
+    choose = loaded("choose")
+    tables = [(page, table) for page, tables in choose.PAGES.items() for table in tables]
+    assert [one for one in tables if choose.shown(*one) != getattr(choose, one[1])()] == []
 
 
-def test_readme_figures_of_generation():
-    """They are the committed rows: `python docs/generation.py` writes them."""
-    generation = loaded("generation")
-    shown = README.read_text().partition(generation.BEGIN)[2].partition(generation.END)[0]
-    assert shown == generation.text()
+def test_the_first_page_is_short():
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_speed_of_one_row_is_of_the_layer_or_else_of_the_kernel(monkeypatch):

@@ -1,0 +1,253 @@
+"""The tables by which a configuration is chosen, in docs/choose.md and README.md: size, loss, speed, which programs read it.
+
+``python docs/choose.py`` writes them between the marks of both pages; a test compares them with the committed results under
+``reports/data`` and with docs/clients.csv. A cell whose value was not measured is empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import ao_lab  # noqa: E402
+from experiments.harness.paths import Paths  # noqa: E402
+from experiments.harness.rows import Row, read  # noqa: E402
+
+#: Marks of each table, by the name of its function.
+MARK = "<!-- {0}: python docs/choose.py -->\n", "<!-- end of {0} -->\n"
+#: Tables of each page.
+PAGES = {"docs/choose.md": ("configurations", "calibration", "generation"), "README.md": ("summary",)}
+#: A weight of Llama-3.1-8B.
+WEIGHT = (14336, 4096)
+GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
+TOKENS = (1, 16, 1024)
+MODEL, TEXT = "SmolLM2-135M-Instruct", "wikitext-2-v1-test"
+CHANGE = "perplexity, change"
+#: Outcomes of a client that has the weights: docs/clients.py.
+READ = ("same bits", "same, other order of sums", "same weights, rounds by itself")
+#: Clients that are the library's own objects in another program, and read no file.
+NO_FILES = ("PEFT", "lm-eval", "transformers, GGUF")
+
+
+class Entry(NamedTuple):
+    """A configuration with its options, what one calls it, and the names of its results."""
+
+    config: str
+    options: dict[str, Any]
+    called: str
+    linear: str = ""
+    client: str = ""
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return f"{self.config}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+FP4 = "float4_e2m1fn"
+ENTRIES = (
+    Entry("Int8WeightOnlyConfig", {}, "W8A16 INT8", "int8", "int8_rowwise"),
+    Entry(
+        "Int8DynamicActivationInt8WeightConfig", {}, "W8A8 INT8", "int8 dynamic", "int8_rowwise by int8_rowwise"
+    ),
+    Entry("Float8WeightOnlyConfig", {}, "W8A16 FP8", "fp8", "fp8_rowwise"),
+    Entry(
+        "Float8DynamicActivationFloat8WeightConfig", {"granularity": ao_lab.PerRow()}, "W8A8 FP8", "fp8 dynamic, rows",
+        "fp8_rowwise by fp8_rowwise",
+    ),
+    Entry("MXDynamicActivationMXWeightConfig", {}, "W8A8 MXFP8", "mxfp8 dynamic", "mxfp8_e4m3 by mxfp8_e4m3"),
+    Entry("Int4WeightOnlyConfig", {"group_size": 32}, "W4A16 INT4", "", "int4_g32_asymmetric"),
+    Entry("Int4WeightOnlyConfig", {}, "W4A16 INT4", "int4 g128, zero points"),
+    Entry("NF4WeightOnlyConfig", {}, "W4A16 NF4", "nf4", "nf4"),
+    Entry("NVFP4WeightOnlyConfig", {}, "W4A16 NVFP4", "nvfp4", "nvfp4"),
+    Entry("MXWeightOnlyConfig", {"weight_dtype": FP4}, "W4A16 MXFP4", "mxfp4", "mxfp4"),
+    Entry("NVFP4DynamicActivationNVFP4WeightConfig", {}, "W4A4 NVFP4", "nvfp4 dynamic", "nvfp4 by nvfp4"),
+    Entry(
+        "MXDynamicActivationMXWeightConfig", {"activation_dtype": FP4, "weight_dtype": FP4}, "W4A4 MXFP4", "mxfp4 dynamic"
+    ),
+    Entry(
+        "IntxWeightOnlyConfig",
+        {"weight_dtype": "int3", "granularity": ao_lab.PerGroup(64), "mapping_type": "asymmetric"},
+        "W3A16 INT3",
+    ),
+)  # fmt: skip
+#: Lines of README.md.
+SHORT = (0, 1, 3, 5, 6, 7, 8, 10)
+METHODS = {
+    "search by inputs": "Clip",
+    "awq + search": "AWQ + Clip",
+    "gptq": "GPTQ",
+    "awq + gptq": "AWQ + GPTQ",
+    "rotate + gptq": "Rotate + GPTQ",
+}
+SCHEMES = (
+    "int4_g64",
+    "nvfp4",
+    "mxfp4_rceil",
+    "int3_g64_asymmetric",
+    "nvfp4, inputs nvfp4",
+    "mxfp4_rceil, inputs mxfp4_rceil",
+)
+WHOLE = "generate/full/llama-3.1-8b-32-layers"
+GENERATED = {
+    "int4 g128": "int4, groups of 128",
+    "int4 g128, prepared": "int4, after `prepare_for_generate_`",
+    "int8": "int8",
+    "bfloat16, prepared": "bfloat16, after `prepare_for_generate_`",
+}
+
+
+def main() -> None:
+    """Write the tables into the pages."""
+    for name, tables in PAGES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        for table in tables:
+            begin, end = (mark.format(table) for mark in MARK)
+            before, _, after = text.partition(begin)
+            text = before + begin + globals()[table]() + end + after.partition(end)[2]
+        path.write_text(text, encoding="utf-8")
+
+
+def shown(page: str, table: str) -> str:
+    """A table as it stands on a page."""
+    begin, end = (mark.format(table) for mark in MARK)
+    return (ROOT / page).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+
+
+def configurations() -> str:
+    """Every entry, with all GPUs and clients."""
+    head = ["configuration", "", "bits per weight", "perplexity"]
+    head += [f"{gpu}, {_tokens(tokens)}" for gpu in GPUS for tokens in TOKENS]
+    lines = [
+        [f"`{one}`", one.called, bits(one), loss(one)]
+        + [speed(one, gpu, tokens) for gpu in GPUS.values() for tokens in TOKENS]
+        + [", ".join(clients(one))]
+        for one in ENTRIES
+    ]
+    return markdown([*head, "read by"], lines)
+
+
+def summary() -> str:
+    """The lines of README.md."""
+    head = ["", "configuration", "bits per weight", "perplexity", *map(_tokens, TOKENS), "read by"]
+    lines = [
+        [one.called, f"`{one}`", bits(one), loss(one)]
+        + [speed(one, GPUS["H200"], tokens) for tokens in TOKENS]
+        + [", ".join(clients(one)[:2])]
+        for one in (ENTRIES[index] for index in SHORT)
+    ]
+    return markdown(head, lines)
+
+
+def calibration() -> str:
+    """Change of perplexity by the method that found the quantized values."""
+    table = f"real {MODEL}/full/{TEXT}"
+    lines = []
+    for scheme in SCHEMES:
+        found = [
+            percent(value("calibration", table, scheme, name, CHANGE)) for name in ("rounding", *METHODS)
+        ]
+        lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
+    return markdown(["scheme", "rounding", *METHODS.values()], lines)
+
+
+def generation() -> str:
+    """Tokens per second of `generate()` over those of bfloat16."""
+    lines = []
+    for name, words in GENERATED.items():
+        cells = [
+            value("generate", WHOLE, f"batch {batch}, compiled", name, "speed over bfloat16")
+            for batch in (1, 16)
+        ]
+        lines.append([words, *(times(cell) for cell in cells)])
+    return markdown(["weights", "batch 1", "batch 16"], lines)
+
+
+def bits(entry: Entry) -> str:
+    """Stored bits per weight, scales and zero points included."""
+    size = ao_lab.weight_size(WEIGHT, recipe(entry))
+    return f"{8 * size.bytes / (WEIGHT[0] * WEIGHT[1]):.3g}"
+
+
+def loss(entry: Entry) -> str:
+    """Change of perplexity by rounding to nearest."""
+    made = recipe(entry)
+    setting = f"weights + activations in {made.activation.name}" if made.activation else "weights"
+    return percent(value("ptq", f"real {MODEL}/quick/{TEXT}", setting, made.weight.name, CHANGE))
+
+
+def speed(entry: Entry, device: str, tokens: int) -> str:
+    """Speed of one layer over bfloat16, by CUDA graphs."""
+    kind = "activations" if recipe(entry).activation else "weights"
+    table = f"{kind}/full/{WEIGHT[0]}x{WEIGHT[1]}"
+    setting = f"{tokens} row{'s' * (tokens > 1)}, CUDA graph"
+    return times(value("linear", table, setting, entry.linear, "speed over bfloat16", device))
+
+
+def recipe(entry: Entry) -> Any:
+    """The recipe of a configuration."""
+    return getattr(ao_lab, entry.config)(**entry.options).recipe()
+
+
+def clients(entry: Entry) -> list[str]:
+    """Programs that computed the model from a file, as docs/clients.csv has them."""
+    return [
+        one["client"].replace(" (CPU)", "")
+        for one in outcomes()
+        if one["scheme"] == entry.client and one["outcome"] in READ and one["client"] not in NO_FILES
+    ]
+
+
+def value(
+    experiment: str, table: str, setting: str, method: str, metric: str, device: str = ""
+) -> float | None:
+    """A committed result, of an H200 where it was measured on several devices; None where there is none."""
+    found = indexed(experiment).get((table, setting, method, metric), {})
+    device = device or (GPUS["H200"] if GPUS["H200"] in found else next(iter(found), ""))
+    return found[device].value if device in found else None
+
+
+@lru_cache
+def indexed(experiment: str) -> dict[tuple[str, ...], dict[str, Row]]:
+    """Rows of an experiment by what they are of, then by device."""
+    index: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read(Paths.default(ROOT / "reports").rows(experiment)):
+        index.setdefault((row.table, row.setting, row.method, row.metric), {})[row.device] = row
+    return index
+
+
+@lru_cache(maxsize=1)
+def outcomes() -> list[dict[str, str]]:
+    """Lines of docs/clients.csv."""
+    with open(ROOT / "docs" / "clients.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def percent(number: float | None) -> str:
+    """A change in percent."""
+    return "" if number is None else f"{number:+.0f}%" if abs(number) >= 10 else f"{number:+.1f}%"
+
+
+def times(number: float | None) -> str:
+    """A ratio."""
+    return "" if number is None else f"{number:.2f}x"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count > 1)}"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *lines))
+
+
+if __name__ == "__main__":
+    main()

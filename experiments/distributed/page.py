@@ -1,0 +1,190 @@
+"""The page of experiment `distributed`: cases of several ranks by what they equal, failures, and times beside bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.distributed.cases import (
+    BOUND,
+    COMPARED,
+    DIFFERENT,
+    FAILURES,
+    IDENTITY,
+    LARGEST,
+    NEEDS_GPUS,
+    RANKS,
+    SECONDS,
+    SPEED,
+)
+from experiments.harness.rows import Row
+from experiments.report.content import Headline, Section, Table
+from experiments.report.results import Results, Where, by_run, number
+
+EXPERIMENT = "distributed"
+TITLE = "Several GPUs"
+QUESTION = "Do several ranks compute what one process computes, what do they send, and what holds when one of them fails?"
+ABOUT = (
+    "Every case is a function that all ranks run: training by FSDP2, tensor parallelism of quantized layers, experts, 2:4, "
+    "checkpoints, models of transformers, caches, optimizers, calibration. It compares what they compute with what one process "
+    "computes, bit for bit where nothing else is said. Ranks of a CPU send by gloo and compute in float32, ranks of GPUs "
+    "send by NCCL and compute in bfloat16.",
+)
+FEATURED = ()
+IDENTITY_TEXT = (
+    "Where a product is a sum over slices, one process multiplies the slices one after another and adds them in the order of "
+    "ranks. A difference of 0 under a bound of 0 means equal bits.",
+)
+FAILURE_TEXT = (
+    "A rank is killed in the backward pass or while it saves, or never comes; the others have to end with an error, earlier "
+    "checkpoints to stay whole, and the same command to end with the weights of a run to which nothing happened.",
+)
+SPEED_TEXT = (
+    "Peers take turns, all ranks beginning together; a time is the first rank's, the median of rounds. FSDP2's steps are "
+    "forward, backward, AdamW and scales; decoding is one token a line through four layers, from CUDA graphs, a time is of one "
+    "layer; an exchange quantizes rows, sends them and dequantizes.",
+)
+COLUMNS = [
+    "case",
+    "ranks",
+    "expected",
+    "values",
+    "different",
+    "largest difference",
+    "bound",
+    "passed",
+    "s",
+    "day",
+]
+TIMES = {
+    "time": ("ms", 3), "time, 20%": ("20%", 3), "time, 80%": ("80%", 3), "speed over bfloat16": ("over bfloat16", 2),
+    "speed over bfloat16 all-gather": ("over bfloat16 gathered", 2), "all-gather": ("gathered (MB)", 1),
+    "reduce-scatter": ("reduced (MB)", 1), "sent by a rank": ("sent (MB)", 1), "weights of a rank": ("weights (MB)", 1),
+}  # fmt: skip
+
+
+def status_of(results: Results, setting: str, name: str) -> str:
+    """How a case ended, in words."""
+    for row in results.rows:
+        if (row.setting, row.method) == (setting, name) and row.metric.startswith("status: "):
+            return row.metric.removeprefix("status: ")
+    return ""
+
+
+def cases_of(results: Results) -> list[tuple[str, str]]:
+    """(expected, name) of each case, in the order in which they were run."""
+    return list(dict.fromkeys((r.setting, r.method) for r in results.rows if r.metric.startswith("status: ")))
+
+
+def counted(results: Results) -> tuple[int, int]:
+    """Cases that passed, and cases that ran."""
+    said = [status_of(results, *case) for case in cases_of(results)]
+    ran = [word for word in said if not word.startswith("not run")]
+    return sum(word == "ok" for word in ran), len(ran)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """How many cases passed on each device, which did not, and the best steps."""
+    words = []
+    for kind, name in (
+        (IDENTITY, "Cases that equal one process"),
+        (FAILURES, "Failures after which all held"),
+    ):
+        for where, results in by_run(rows, kind).items():
+            passed, ran = counted(results)
+            words.append(f"{name} ({where}): {passed} of {ran}.")
+    words += [
+        f"{text} ({where})." for where, results in gpu_speeds(rows).items() for text in speed_texts(results)
+    ]
+    return words
+
+
+def gpu_speeds(rows: Sequence[Row]) -> dict[Where, Results]:
+    """Times that mean something."""
+    return {where: results for where, results in by_run(rows, SPEED).items() if where.device != "cpu"}
+
+
+def speed_texts(results: Results) -> list[str]:
+    """The largest gain of gathered codes, and of decoding."""
+    words = []
+    for metric, text in (
+        (
+            "speed over bfloat16 all-gather",
+            "Codes gathered over the same recipe with bfloat16 gathered, at best",
+        ),
+    ):
+        found = [row for row in results.rows if row.metric == metric]
+        if found:
+            best = max(found, key=lambda row: row.value)
+            words.append(f"{text}: {number(best.value, 2)} times ({best.method}; {best.setting})")
+    return words
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(findings(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Identity, failures, speeds; run by run."""
+    made = []
+    for kind, title, text in (
+        (IDENTITY, "What several ranks compute", IDENTITY_TEXT),
+        (FAILURES, "What holds when a rank fails", FAILURE_TEXT),
+    ):
+        for where, results in by_run(rows, kind).items():
+            made.append(Section(f"{title} ({where})", text, [], [case_table(kind, results)]))
+    for where, results in gpu_speeds(rows).items():
+        made.append(Section(f"Times ({where})", SPEED_TEXT, [], speed_tables(results)))
+    return made
+
+
+def case_table(kind: str, results: Results) -> Table:
+    """A line a case."""
+    lines = [case_line(results, expected, name) for expected, name in cases_of(results)]
+    return Table("Cases" if kind == IDENTITY else "Failures", COLUMNS, lines, results.rows)
+
+
+def case_line(results: Results, expected: str, name: str) -> list[str]:
+    """Its cells; why it did not pass or was not run stands in place of yes."""
+    values = [
+        results.value(expected, name, metric)
+        for metric in (RANKS, COMPARED, DIFFERENT, LARGEST, BOUND, SECONDS)
+    ]
+    ranks, compared, different, largest, bound, seconds = values
+    said = status_of(results, expected, name)
+    passed = "yes" if said == "ok" else "needs GPUs" if said.startswith(NEEDS_GPUS) else said
+    whole = ["" if value is None else f"{value:,.0f}" for value in (compared, different)]
+    exact = ["" if value is None else f"{value:.3g}" for value in (largest, bound)]
+    return [
+        name, "" if ranks is None else f"{ranks:.0f}", expected, *whole, *exact, passed,
+        "" if seconds is None else number(seconds, 1), results.day(expected, name),
+    ]  # fmt: skip
+
+
+def speed_tables(results: Results) -> list[Table]:
+    """A table a group of cases."""
+    ran = [name for expected, name in cases_of(results) if status_of(results, expected, name) == "ok"]
+    groups = list(dict.fromkeys(name.partition(",")[0] for name in ran))
+    tables = []
+    for one in groups:
+        of_group = [name for name in ran if name.partition(",")[0] == one]
+        lines = [(name, method) for name in of_group for method in results.with_setting(name).methods]
+        used = {metric: title for metric, title in TIMES.items()
+                if any(results.value(*line, metric) is not None for line in lines)}  # fmt: skip
+        cells = [
+            [f"{name.partition(', ')[2]}: {method}", *speed_cells(results, name, method, used)]
+            for name, method in lines
+        ]
+        tables.append(Table(one, ["peer", *(title for title, _ in used.values())], cells, results.rows))
+    return tables
+
+
+def speed_cells(results: Results, name: str, method: str, used: dict[str, tuple[str, int]]) -> list[str]:
+    """Values of a peer."""
+    found = [(results.value(name, method, metric), digits) for metric, (_, digits) in used.items()]
+    return ["" if value is None else number(value, digits) for value, digits in found]

@@ -1,0 +1,98 @@
+"""Cases of several ranks: those of every day pass on two CPU ranks; what fails, hangs or dies is said, and the others go on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.distributed import run
+from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, chosen
+from experiments.harness.rows import ROOT, read
+from tests.support.distributed import planted_cases
+
+DAY = [case.name for case in run.CASES if case.day]
+#: Each kind of case once, by night all.
+NIGHT = [case.name for case in run.CASES if not case.day]
+
+
+def said(out, *arguments, torchrun=False):
+    """Exit code, and how each case ended by name."""
+    start = [sys.executable, "-m"]
+    if torchrun:
+        start += [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "9",
+            "-m",
+        ]
+    command = [*start, "experiments.distributed", "--out", str(out), "--device", "cpu", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    rows = read(out / "data" / "distributed.csv")
+    found = {
+        row.method: row.metric.removeprefix("status: ") for row in rows if row.metric.startswith("status: ")
+    }
+    return done, found
+
+
+def only(names):
+    return [word for name in names for word in ("--only", name)]
+
+
+def test_a_case_of_each_kind_by_day(tmp_path):
+    done, found = said(tmp_path, *only(DAY))
+    assert found == dict.fromkeys(DAY, "ok"), done.stderr[-3000:]
+    assert done.returncode == 0
+
+
+@pytest.mark.nightly
+def test_every_case(tmp_path):
+    done, found = said(tmp_path, *only(NIGHT))
+    wrong = {
+        name: word
+        for name, word in found.items()
+        if word != "ok" and not word.startswith("not run: it needs GPUs")
+    }
+    assert not wrong, done.stderr[-3000:]
+    assert list(found) == NIGHT
+    assert done.returncode == 0
+
+
+#: How the planted cases end.
+PLANTED = {
+    "first": "ok",
+    "different": "wrong: a value: 1 of 4 values differ, by 1.19e-07",
+    "raises": "error: rank 1: ValueError: no such thing",
+    "between": "ok",
+    "hangs": "error: rank 0 did not end within 4 s",
+    "dies": "error: a rank died",
+    "nothing": "wrong: nothing was compared",
+    "gpus": f"{NEEDS_GPUS}: so it is",
+    "last": "ok",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_what_fails_is_said_and_the_others_go_on(tmp_path, torchrun):
+    done, found = said(tmp_path, "--cases", planted_cases.__name__, torchrun=torchrun)
+    assert found.keys() == PLANTED.keys(), done.stderr[-3000:]
+    for name, words in PLANTED.items():
+        assert found[name].startswith(words) or (name == "dies" and "Connection" in found[name]), found[name]
+    assert done.returncode == 1
+    assert [path.name for path in tmp_path.glob(".ranks-*")] == []
+
+
+def test_cases_are_chosen_by_kind_group_and_name():
+    assert {case.kind for case in run.CASES} == {IDENTITY, SPEED, FAILURES}
+    assert len({case.name for case in run.CASES}) == len(run.CASES)
+    assert [case.name for case in chosen(run.CASES, ["calibration"])] == [
+        case.name for case in run.CASES if case.name.startswith("calibration, ")
+    ]
+    assert chosen(run.CASES, [SPEED, run.CASES[0].name])[0] is run.CASES[0]
+    with pytest.raises(ValueError, match="unknown case 'FSDP3'; name a kind"):
+        chosen(run.CASES, ["FSDP3"])
