@@ -158,15 +158,15 @@ def dispatch_(
     Dense is an option of every layer and every uniform policy is one of the choices: on the same measurements none that the
     budget allows is quicker. Nothing is measured again in training; `Policy.drifted` says by a later report when to.
 
-    ValueError for recipes without errors in the report, no common layers, budgets that are not positive, and layers that train
-    by a recipe already. After an error the model is as it was.
+    ValueError for recipes without errors in the report, a report of another model, no common layers, budgets that are not
+    positive, and layers that train by a recipe already. After an error the model is as it was.
     """
     check_model(model)
     if not budget > 0 or not most_noise > 0:
         raise ValueError(f"budget and most_noise are positive, got {budget!r} and {most_noise!r}")
     records = [recipe_of(one) for one in (report.candidates if recipes is None else recipes)]
-    check_probed(report, records)
     modules = dict(model.named_modules())
+    check_probed(report, records, modules)
     names = [line.name for line in report.sites if isinstance(modules.get(line.name), nn.Linear)]
     for name in names:
         if isinstance(known := class_of(modules[name]), str):

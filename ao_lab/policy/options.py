@@ -66,8 +66,15 @@ class LayerOptions:
         return self.options[0]
 
 
-def check_probed(report: ProbeReport, recipes: Sequence[Recipe]) -> None:
-    """ValueError for recipes that the report does not know."""
+def check_probed(report: ProbeReport, recipes: Sequence[Recipe], modules: Mapping[str, nn.Module]) -> None:
+    """ValueError for recipes that the report does not know, and for a report of another model."""
+    for line in report.sites:
+        weight = getattr(modules.get(line.name), "weight", None)
+        if isinstance(modules.get(line.name), nn.Linear) and tuple(weight.shape) != line.shape:  # type: ignore[union-attr]
+            raise ValueError(
+                f"the report is of another model: {line.name} is {line.shape[0]}x{line.shape[1]} there and "
+                f"{'x'.join(map(str, weight.shape))} here; probe_ this one"  # type: ignore[union-attr]
+            )
     unknown = [one.name for one in recipes if one.name not in report.candidates]
     if unknown:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def probe_(
     Raises ValueError without batches or layers, for layers that no data reach, and for NaN or infinity in inputs, outputs or
     gradients; TypeError for other kinds of arguments. The model stays as it is, bit for bit, after an error too.
     """
+    tokens, directions = index(tokens), index(directions)
     if tokens < 2 or directions < 1 or not budget > 0:
         raise ValueError(
             f"tokens is at least 2, directions at least 1 and budget positive, got {tokens}, {directions}, {budget}"

@@ -54,6 +54,8 @@ class State:
 def write_state(path: Path, sites: Sequence[Site], state: State, inputs: str) -> None:
     """See `Probe.save`."""
     choice(inputs, INPUTS, "inputs")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder, so {path.name} cannot be written there; make it first")
     tensors: dict[str, torch.Tensor] = {}
     told: dict[str, Any] = {}
     for i, site in enumerate(sites):
@@ -105,11 +107,24 @@ def read_state(path: Path, sites: Sequence[Site], before: Mapping[str, Reservoir
         raise ValueError(f"{path} is no file of a probe: {error}") from error
     if metadata.get("ao_lab_probe") != FORMAT:
         raise ValueError(f"{path} is no file that Probe.save of this version wrote; probe the model again")
-    facts = json.loads(metadata["facts"])
-    if metadata["model"] != digest(sites):
+    try:
+        facts, model = json.loads(metadata["facts"]), metadata["model"]
+        if model == digest(sites):
+            return _state(facts, tensors, sites, before)
+        told = _difference(facts["sites"], sites)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is of another model: {_difference(facts['sites'], sites)}; nothing was loaded"
-        )
+            f"{path} is damaged, or no file that Probe.save wrote ({type(error).__name__}: {error}); nothing was loaded"
+        ) from error
+    raise ValueError(f"{path} is of another model: {told}; nothing was loaded")
+
+
+def _state(
+    facts: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    sites: Sequence[Site],
+    before: Mapping[str, Reservoir],
+) -> State:
     samples = {
         site.name: _sample(before[site.name], i, tensors, facts["sites"][site.name])
         for i, site in enumerate(sites)

@@ -169,8 +169,13 @@ class ProbeReport:
 
     @classmethod
     def from_json(cls, text: str | Path) -> ProbeReport:
-        """What `to_json` wrote: its text, or a file's path. ValueError where it is no such text."""
-        given = text.read_text(encoding="utf-8") if isinstance(text, Path) else text
+        """What `to_json` wrote: its text, or a file's path (a str that does not begin with a brace is one). ValueError where
+        there is no such file or text."""
+        named = isinstance(text, Path) or not text.lstrip().startswith("{")
+        try:
+            given = Path(text).read_text(encoding="utf-8") if named else str(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{text!s:.100} is no file of a report that can be read: {error}") from error
         try:
             told = json.loads(given)
             if told.pop("ao_lab_probe") != FORMAT:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +199,12 @@ def test_what_is_refused(report, tmp_path):
             dispatch_(model, X, report, measure=times(), **changes)
     with pytest.raises(ValueError, match="0: times have none of the dense layer"):
         dispatch_(model, X, report)
+    line = report.sites[0]
+    moved = replace(
+        report, sites=(replace(line, shape=(line.shape[0], 2 * line.shape[1])), *report.sites[1:])
+    )
+    with pytest.raises(ValueError, match="the report is of another model: 0 is"):
+        dispatch_(model, X, moved, measure=times())
     policy = dispatch_(model, X, report, budget=10.0, measure=times())
     with pytest.raises(ValueError, match="0: it trains by recipe 'rowwise' already"):
         dispatch_(model, X, report, measure=times())

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -164,6 +165,13 @@ def test_a_file_of_another_model_changes_nothing(tmp_path):
     (tmp_path / "text").write_text("no")
     with pytest.raises(ValueError, match="is no file of a probe"):
         mine.load(tmp_path / "text")
+    save_file({"x": torch.ones(2)}, tmp_path / "foreign", {"ao_lab_probe": "1"})
+    with pytest.raises(
+        ValueError, match=r"foreign is damaged, or no file that Probe\.save wrote .*nothing was loaded"
+    ):
+        mine.load(tmp_path / "foreign")
+    with pytest.raises(ValueError, match="none is no folder, so x cannot be written there"):
+        probe.save(tmp_path / "none" / "x")
     with pytest.raises(ValueError, match="inputs"):
         probe.save(tmp_path / "x", "raw")
 

@@ -126,6 +126,8 @@ def test_the_report_is_read_back():
     assert "not a multiple of 48" in left.why
     with pytest.raises(ValueError, match="this is no report"):
         ProbeReport.from_json("{}")
+    with pytest.raises(ValueError, match=r"nowhere\.json is no file of a report"):
+        ProbeReport.from_json("nowhere.json")
     with pytest.raises(KeyError, match="sites are down, up"):
         report.site("nowhere")
 
