@@ -83,7 +83,7 @@ def from_native(
         )
     given = NativeParts(*parts)
     if shape is None and packed:
-        raise ValueError("from_native of packed codes needs shape=, that of the tensor")
+        raise ValueError("from_native of packed values needs shape=, that of the tensor")
     size = tuple(given.codes.shape if shape is None else shape)
     codes = _plain(given.codes, UNSIGNED[1 if record.format.bits <= 8 else 2])
     stored = storage_dtype(record.scale.storage)

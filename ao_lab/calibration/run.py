@@ -468,7 +468,7 @@ class Job:
             if self.ranks is not None and isinstance(observer, InputScales):
                 self.ranks.merge(observer.statistic)
             if (reason := observer.unsupported_reason()) is not None:
-                raise ValueError(f"calibration: {reason} by {target.name}; leave it out by filter_fn")
+                raise ValueError(f"calibration: {reason} by {target.name}; exclude it with filter_fn")
             if isinstance(observer, InputScales):
                 parts[target.name].input_scales = observer.scales()
 
@@ -539,7 +539,7 @@ class Job:
         elif target.layers:
             why = "it is outside of the blocks, or shared between them"
         else:
-            why = "it is looked up in, not multiplied with"
+            why = "it is a lookup table, not a matmul weight"
         return f"; rounded to nearest, {why}"
 
     def stopped(self) -> str:

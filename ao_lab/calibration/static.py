@@ -131,7 +131,7 @@ class StaticConfig(Config, registered=False):
             return result
         if zero is not None:
             raise ValueError(
-                f"{type(self).__name__}: readers of compressed-tensors add act_quant_zero_point before they round; give a "
+                f"{type(self).__name__}: loaders of compressed-tensors add act_quant_zero_point before they round; give a "
                 f"symmetric act_quant_scale, or use layout='ao_lab'"
             )
         rounded = torch.as_tensor(scale).detach().to(torch.bfloat16).to(torch.float32)

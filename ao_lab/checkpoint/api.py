@@ -208,7 +208,7 @@ def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:
     """Put tensors that are none of the model's beside it; programs that do read them must not take them for quantized ones."""
     for name, tensor in beside.items():
         if name in stored.tensors:
-            raise ValueError(f"{name} is a tensor of the model and of its files beside the model; rename one")
+            raise ValueError(f"{name} is a tensor of the model and also one of its other files; rename one")
         stored.keep(name, tensor)
     if "ignore" in stored.config:
         modules = {name.rpartition(".")[0] for name, t in beside.items() if t.dim() > 1}
@@ -244,7 +244,7 @@ def obstacles(model: nn.Module) -> list[str]:
         ):
             dtype = str(weight.dtype).removeprefix("torch.")
             reasons.append(
-                f"{name}: readers make weights of {weight.scheme.name} in bfloat16, and the model is saved in {dtype} "
+                f"{name}: loaders make weights of {weight.scheme.name} in bfloat16, and the model is saved in {dtype} "
                 "(model.to(torch.bfloat16) before saving changes that)"
             )
     return reasons
@@ -254,8 +254,8 @@ def _told(reasons: Sequence[str]) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
     return (
-        f"save_pretrained wrote layout 'ao_lab', which transformers reads after `import ao_lab`: plain readers of "
-        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these readers quantize with "
+        f"save_pretrained wrote layout 'ao_lab', which transformers loads after `import ao_lab`: other loaders of "
+        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these loaders quantize with "
         f'config.for_layout("compressed-tensors")'
     )
 
@@ -413,7 +413,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
     stored.limits.update(dict.fromkeys(told))
     stored.limits.update(dict.fromkeys(_parted(stored)))
     if len(stored.config["config_groups"]) > 1 and not told:
-        stored.limits["several schemes: transformers 5.23 reads them without dequantize=True only"] = None
+        stored.limits["several schemes: transformers 5.23 loads them only without dequantize=True"] = None
     return stored
 
 
@@ -445,7 +445,7 @@ def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stor
     flat, unseen = found
     if unseen:
         told = f"{', '.join(unseen[:3])}{' and others' if len(unseen) > 3 else ''}"
-        limit = f"tokens: a small input did not reach {told}: whether inputs there have two axes is not known"
+        limit = f"tokens: a small input did not reach {told}: whether their inputs have two axes is unknown"
         stored.limits[limit] = stored.inexact[limit] = None
     return [
         f"{path}: its inputs have two axes, of which transformers takes one scale for all tokens, not one for each; leave it "

@@ -198,7 +198,7 @@ class QATConfig(Config, registered=False):
             raise TypeError(f"QATConfig: lora is an ao_lab.LoRA, got {type(lora).__name__}")
         if self.learn_scales or self.start_step or self.base_config is None:
             raise ValueError(
-                "QATConfig: lora trains beside weights that are frozen and quantized from the start, by base_config; "
+                "QATConfig: lora trains adapters on weights that are frozen and quantized from the start, by base_config; "
                 "leave learn_scales, start_step, weight_config and activation_config out"
             )
         if self.axis not in (None, -1):

@@ -258,8 +258,8 @@ def _refuse_sharded(plan: QuantizationPlan) -> None:
         if hasattr(change.parameter, "full_tensor"):
             raise TypeError(
                 f"{change.name} is a DTensor, which quantize_ does not take; it changed nothing. Quantize the "
-                f"model first, then shard it; from_pretrained of transformers does both where it is given "
-                f"quantization_config=ao_lab.HfConfig(config) beside tp_plan or distributed_config"
+                f"model first, then shard it; from_pretrained of transformers does both with "
+                f"quantization_config=ao_lab.HfConfig(config) and tp_plan or distributed_config"
             )
 
 
@@ -561,7 +561,7 @@ def _check_seen(observers: Mapping[str, Observer]) -> None:
         told = "; ".join(f"{reason} by {shorten(names)}" for reason, names in reasons.items())
         raise ValueError(
             f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
-            f"outside of compiled programs) with the values that they will have, or leave them out by filter_fn"
+            f"outside of compiled programs) with the values that they will have, or exclude them with filter_fn"
         )
 
 

@@ -203,7 +203,7 @@ def _refuse_plain_elements(full: str, parameter: torch.Tensor) -> None:
     if isinstance(parameter, SparseQuantizedTensor) and is_plain(parameter.scheme):
         raise ValueError(
             f"{full} is in 2:4 storage already, its elements as they were; quantize_ changed nothing. Prune with "
-            f"SparsityConfig(storage='dense'), then quantize with sparsity='2:4', or leave it out by filter_fn"
+            f"SparsityConfig(storage='dense'), then quantize with sparsity='2:4', or exclude it with filter_fn"
         )
 
 
@@ -225,9 +225,9 @@ def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor)
     axis = contraction_axis(module, parameter) if config.axis is None else config.axis
     if axis is None:
         raise ValueError(
-            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether it multiplies with "
+            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether its weight is "
             f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or where it is "
-            f"no batch of matrices leave it out by filter_fn (ao_lab.linear_and_experts does)"
+            f"no batch of matrices exclude it with filter_fn (ao_lab.linear_and_experts does)"
         )
     return axis
 

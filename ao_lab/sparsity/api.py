@@ -172,8 +172,8 @@ def _check_usable(statistics: Statistics) -> None:
     """ValueError where sums over inputs tell no channels apart, before a weight of their block is pruned."""
     if names := statistics.unusable():
         raise ValueError(
-            f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32, so that they tell no channels apart; "
-            f"leave out batches of huge values, look for the weights that make them, or leave these layers out by filter_fn"
+            f"{shorten(names)}: sums of squared inputs hold NaN or overflow float32, so that they tell no channels apart; "
+            f"leave out batches of huge values, look for the weights that make them, or exclude these layers with filter_fn"
         )
 
 

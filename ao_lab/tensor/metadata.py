@@ -160,7 +160,7 @@ KERNELS = ("auto", "fused")
 def recipe_reason(recipe: Recipe) -> str | None:
     """Why weights of a recipe are not preshuffled; None where the stored weight decides."""
     if recipe.activation is not None and _are_multiplied_as_codes(recipe.activation, recipe.weight):
-        return "its codes are multiplied by those of its inputs as they are"
+        return "its quantized values are multiplied directly with those of its inputs"
     return None if recipe.kernel in KERNELS else f"its kernel must be {' or '.join(KERNELS)}"
 
 

@@ -166,9 +166,7 @@ def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> Non
     if found.chosen:
         return
     if not unsupported:
-        raise ValueError(
-            "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
-        )
+        raise ValueError("no layer to convert: filter_fn refused all, or the model has only routers")
     first = unsupported[0]
     where = f"{first}: " if first else ""
     raise ValueError(
@@ -201,7 +199,7 @@ def holds_matrices(module: nn.Module) -> bool:
 def other_reason(module: nn.Module) -> str:
     """Why a module that holds matrices is none that recipes train."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention multiplies with its weight without calling it"
+        return "nn.MultiheadAttention uses its weight without calling it"
     if is_experts(module):
         return "experts=False"
     return f"recipes train nn.Linear and batched experts, and this is a {type(module).__name__}"
@@ -254,7 +252,7 @@ def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
         _restore(module)
     if idle:
         warnings.warn(
-            f"forward never ran: {shorten(idle)} did not train by the recipe; what multiplies with their weight itself "
+            f"forward never ran: {shorten(idle)} did not train with the recipe; code that uses their weight directly "
             f"(a fused or chunked loss) has to call the module",
             UserWarning,
             stacklevel=2,

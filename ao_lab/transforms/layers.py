@@ -76,9 +76,9 @@ def quantizable_parameters(model: nn.Module) -> Iterator[Slot]:
 def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
     """Why a candidate cannot be quantized, from what its module does with it; None where it can."""
     if isinstance(module, ParametrizationList):
-        return "a parametrization computes the layer's weight from it; remove_parametrizations makes it a plain weight"
+        return "a parametrization computes the layer's weight from it; remove_parametrizations makes it an ordinary weight"
     if parameter.dim() == 2 and name != "weight":
-        return "it is not the weight that the layer multiplies with"
+        return "it is not the weight of the layer's matmul"
     if parameter.dim() == 3 and parameter.shape[0] == 1:
         return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
     if parameter.dim() == 3 and 1 in parameter.shape:
@@ -115,7 +115,7 @@ def computed_reason(module: nn.Module) -> str | None:
         names = " and ".join(type(one).__name__ for one in module.parametrizations["weight"])  # type: ignore[index]
         return (
             f"the parametrization {names} computes its weight; "
-            f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it plain"
+            f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it an ordinary weight"
         )
     for hook in module._forward_pre_hooks.values():
         kinds = {kind.__name__ for kind in type(hook).__mro__}
@@ -124,7 +124,7 @@ def computed_reason(module: nn.Module) -> str | None:
                 getattr(hook, "name", None),
                 getattr(hook, "_tensor_name", None),
             ):
-                return f"a hook ({type(hook).__name__}) computes its weight; {remove} makes it plain"
+                return f"a hook ({type(hook).__name__}) computes its weight; {remove} makes it an ordinary weight"
     return None
 
 

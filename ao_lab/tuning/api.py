@@ -35,7 +35,7 @@ class Tuned:
     path: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.choices)} products tuned{f', saved in {self.path}' if self.path else ''}"]
+        lines = [f"{len(self.choices)} matmuls tuned{f', saved in {self.path}' if self.path else ''}"]
         for choice in self.choices:
             p = choice.problem
             kinds = " x ".join(scheme_name(key) for key in (p.a, p.b) if key)

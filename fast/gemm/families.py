@@ -140,7 +140,7 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
     if not p.n or not p.k:
         return f"weights have rows and columns, got {p.shape}"
     if not 0 < p.rows <= takes.rows:
-        return f"there are 1 to {takes.rows} rows, got {p.rows}"
+        return f"there are 1 to {takes.rows} tokens, got {p.rows}"
     if p.n % takes.multiples[0] or p.k % takes.multiples[1] or (p.filled and not takes.filled):
         return f"n and k are multiples of {takes.multiples}, got {p.shape}"
     return "inputs have no zero points" if p.zero and p.layout == CODES and not takes.zero else None

@@ -106,8 +106,8 @@ class SparseTrainingConfig:
         self.scoring()
         if self.products in SPARSE and self.pattern != "2:4":
             raise ValueError(
-                f"SparseTrainingConfig: products={self.products!r} multiplies 2:4 matrices, got pattern {self.pattern!r}; "
-                f"products='dense' takes every pattern"
+                f"SparseTrainingConfig: products={self.products!r} needs 2:4 matrices, got pattern {self.pattern!r}; "
+                f"products='dense' supports every pattern"
             )
         if not is_number(self.decay) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
             raise ValueError(

@@ -104,17 +104,14 @@ def test_a_card_of_our_layout(tmp_path):
     )
     assert matter["library_name"] == "ao_lab"
     assert matter["base_model"] == "base"
-    assert (
-        "once `import ao_lab` has run, and refuses it otherwise. Why not compressed-tensors: no format."
-        in body
-    )
+    assert "after `import ao_lab`, and refuses it without. Why not compressed-tensors: no format." in body
     assert "vllm" not in body
     assert "somewhere" not in body
 
 
 def test_formats_that_are_not_served(tmp_path):
     saved(tmp_path / "a", "int3_g32_cast")
-    assert "vLLM lists no kernels" in model_card(tmp_path / "a")
+    assert "vLLM does not list kernels" in model_card(tmp_path / "a")
     model = small_model()
     quantize_(
         model,
@@ -186,8 +183,8 @@ def test_names_of_bases(given, shown):
     ("options", "said"),
     [
         ("", "weights rounded to nearest, without calibration data."),
-        ("--method hqq", "weights by hqq, without calibration data."),
-        ("--calibration a.txt --method clip", "weights by clip with calibration data."),
+        ("--method hqq", "weights quantized by hqq, without calibration data."),
+        ("--calibration a.txt --method clip", "weights quantized by clip with calibration data."),
     ],
 )
 def test_methods_are_said(options, said):
@@ -202,7 +199,7 @@ def test_static_scales_are_said(tmp_path):
     for layout in ("auto", "ao_lab"):
         save_pretrained(model, tmp_path / layout, layout=layout)
         text = write_card(tmp_path / layout).read_text()
-        assert "static scales of inputs" in text
+        assert "static activation scales" in text
         assert "without calibration data" not in text
 
 

@@ -135,8 +135,8 @@ def test_windows_begin_as_the_tokenizer_begins_a_text(capsys, folders, tmp_path,
     assert made["tasks"]["perplexity"]["loss"] == pytest.approx(wanted, rel=(31 + 4 + 2) * 2.0**-24)
     (tmp_path / "bos" / "README.md").write_text("# A card\n")
     assert main(["eval", str(tmp_path / "bos"), "--limit", "1", "--length", "16", "--save"]) == 0
-    assert ("each window behind <s>" in " ".join(capsys.readouterr().out.split())) == begins
-    assert ("each window behind" in (tmp_path / "bos" / "README.md").read_text()) == begins
+    assert ("each sequence starts with <s>" in " ".join(capsys.readouterr().out.split())) == begins
+    assert ("each sequence starts with" in (tmp_path / "bos" / "README.md").read_text()) == begins
 
 
 @pytest.mark.parametrize("name", ["ours", "compressed", "foreign"])
@@ -201,7 +201,7 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
     assert "no config.json" in complaint(capsys, tmp_path)[1]
     assert "--against" in complaint(capsys, base, "--tasks", "agreement")[1]
     assert "is the model itself" in complaint(capsys, base, "--against", base)[1]
-    assert "at least 1 window" in complaint(capsys, base, "--limit", "0")[1]
+    assert "at least 1 sequence" in complaint(capsys, base, "--limit", "0")[1]
     (tmp_path / "short.txt").write_text("a b")
     assert "one window has 64" in complaint(capsys, base, "--text", tmp_path / "short.txt")[1]
     shutil.copytree(base, tmp_path / "other")

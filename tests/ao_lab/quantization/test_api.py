@@ -67,7 +67,7 @@ def test_a_language_model_end_to_end():
     torch.testing.assert_close(model(TOKENS), dense(TOKENS))
     assert len(report.changed) == 15
     assert [(layer.name, layer.reason) for layer in report.left] == [
-        ("model.embed_tokens.weight", "Embedding: without filter_fn only nn.Linear")
+        ("model.embed_tokens.weight", "Embedding: by default (no filter_fn) only nn.Linear")
     ]
     assert explain(model) == report
     assert "15 of 16 layers" in str(report)
@@ -211,7 +211,7 @@ def test_a_tied_head_stays_unless_it_is_named(how):
     assert {layer.name for layer in report.changed} == untied - {"lm_head.weight"}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     reasons = {layer.name: layer.reason for layer in report.left}
-    assert "its weight is that of model.embed_tokens, which stays dense" in reasons["lm_head.weight"]
+    assert "its weight is that of model.embed_tokens, which stays unquantized" in reasons["lm_head.weight"]
     quantize_(model, FqnToConfig({"lm_head": Int8WeightOnlyConfig()}))
     assert type(model.lm_head.weight) is not type(model.model.embed_tokens.weight)
 
