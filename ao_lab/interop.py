@@ -38,7 +38,7 @@ class NativeParts(NamedTuple):
 
 
 def native_dtype(fmt: str | Format, packed: bool = False) -> torch.dtype | None:
-    """torch's dtype for codes of a format, or None where it has none. packed: of packed codes (a pair, for float4)."""
+    """torch's dtype for the quantized values of a format, or None. packed: of packed values (a pair per byte, for float4)."""
     name = fmt if fmt == "float32" else format_of(fmt).name
     if packed and name == PAIRS:
         return getattr(torch, f"{PAIRS}_x2", None)

@@ -10,6 +10,7 @@ Weights outside of the blocks (a head, embeddings) are rounded to nearest as wit
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,6 +70,8 @@ from ao_lab.transforms.walk import (
 )
 from reference import Scales
 from reference.arrays.namespace import choice
+
+LOG = logging.getLogger(__name__)
 
 #: Whose outputs a block sees: those of the quantized blocks before it, or of what these were.
 PREFIXES = ("quantized", "float")
@@ -528,6 +531,7 @@ class Job:
     def tell(self, target: Target, result: LayerResult) -> None:
         """Note what was won for a weight that is quantized now."""
         self.done[target.name] = result
+        LOG.info("%s, %d of %d: %s", target.name, len(self.done), self.total, result)
         remember(self.model, dict.fromkeys(target.places, result))
         if self.progress is not None:
             self.progress(target.name, len(self.done), self.total)

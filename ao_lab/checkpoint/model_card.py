@@ -221,11 +221,11 @@ def model_card(
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
-    base_model: what it was made of (a name on the Hub, or a folder, of which only the last part is shown); by default what
-    config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout, or what its readers
-    have to know. beside: sentences on tensors that are none of the model's. base_folder: the folder that it was made of, whose
-    card says the licence where this folder's does not. measured: whether eval.json is of these weights. Links out of a folder
-    are not followed.
+    base_model: the model it was quantized from (a name on the Hub, or a folder, of which only the last part is shown). Default:
+    what config.json says. command: how it was made. notes: why the layout is not compressed-tensors, or what loaders of it
+    need to know. beside: sentences on tensors that are not part of the model. base_folder: folder of the base model, whose card
+    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. Links out of a folder are
+    not followed.
     """
     path = Path(folder)
     found = look_at(path)

@@ -55,7 +55,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Bits(_Stored):
-    """Stored bits for each parameter of the weights that are chosen for, all they store counted: codes, scales, zero points."""
+    """Average stored bits per parameter of the selected weights, all included: quantized values, scales, zero points."""
 
     bits: float
 
@@ -91,7 +91,7 @@ class Bytes(_Stored):
 
 @dataclass(frozen=True)
 class Microseconds:
-    """Time of the products of all layers, one after the other, by inputs of so many rows (tokens)."""
+    """Total time of the layers' matmuls, one after the other, for inputs of this many tokens."""
 
     time: float
     rows: int = 1

@@ -307,8 +307,9 @@ class SkippedLayers:
         """A report's reason in the words of the command line."""
         skipped = self.names(layer.name.rpartition(".")[0])
         kinds = "only linear layers and experts are quantized"
-        how = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
-        refused = how if skipped else f"{layer.kind}: {kinds}"
+        refused = f"{layer.kind}: {kinds}"
+        if skipped:
+            refused = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
         return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
             "refused by filter_fn", refused
         )

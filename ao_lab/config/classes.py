@@ -35,7 +35,7 @@ ONLY_INTX: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Int4WeightOnlyConfig(Config):
-    """4-bit integers with zero points in groups: `int4_g{group_size}_asymmetric`. Without zero points: scheme="int4_g128"."""
+    """INT4 weights (W4A16) with zero points in groups: `int4_g{group_size}_asymmetric`. Symmetric: scheme="int4_g128"."""
 
     group_size: int = 128
     set_inductor_config: bool = True
@@ -54,7 +54,7 @@ class Int4WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class Int8WeightOnlyConfig(Config):
-    """8-bit integers, one scale per row (`int8_rowwise`), group or tensor."""
+    """INT8 weights (W8A16), one scale per output channel (`int8_rowwise`), group or tensor."""
 
     group_size: int | None = None
     granularity: Any = PER_ROW
@@ -68,7 +68,7 @@ class Int8WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(Config):
-    """Integers of 1 to 8 bits, one scale (float32, or bfloat16) per row or group. One bit: the two ends of the range."""
+    """Integer weights of 1 to 8 bits, a float32 or bfloat16 scale per output channel or group. One bit: both ends."""
 
     weight_dtype: Any = "int8"
     granularity: Any = ROWS
@@ -173,7 +173,7 @@ NO_LAYOUT: dict[str, tuple[Any, ...]] = {"kernel_preference": ("auto",)}
 
 @dataclass(frozen=True)
 class Float8WeightOnlyConfig(Config):
-    """Float8, one scale per row (`fp8_rowwise`), tensor, or block of 128."""
+    """FP8 weights (W8A16), one scale per output channel (`fp8_rowwise`), tensor, or 128x128 block."""
 
     weight_dtype: Any = "float8_e4m3fn"
     set_inductor_config: bool = True
@@ -234,7 +234,7 @@ class Float8DynamicActivationInt4WeightConfig(Config):
 
 @dataclass(frozen=True)
 class MXWeightOnlyConfig(Config):
-    """An MX format (float8, float6, float4 or mxint8) for the weight. Scales by "rceil", as torchao's, or "floor"."""
+    """MX weights (FP8, FP6, FP4 or INT8 in blocks of 32). Scale rounding "rceil", as in torchao, or "floor"."""
 
     weight_dtype: Any = "float8_e4m3fn"
     scaling_mode: Any = "rceil"

@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRecipe(Recipe):
-    """How a layer runs by a kernel that multiplies its weight in 2:4 storage alone; a dense one's product is a ValueError."""
+    """How a layer runs with a kernel for weights in 2:4 storage only; a matmul with another weight is a ValueError."""
 
     kernel: str
 

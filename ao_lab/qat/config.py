@@ -91,7 +91,7 @@ STARTS = ("rule", "error")
 
 @dataclass(frozen=True)
 class LoRA:
-    """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
+    """LoRA adapters: rank, alpha (their output is scaled by alpha / rank), dropout of their input, dtype.
 
     Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text. freeze_rest: whether
     step "prepare" freezes all other parameters of the model, so that adapters alone train (as peft does); False leaves those

@@ -78,7 +78,8 @@ def planned(
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
-            f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names"
+            f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names, "
+            "and SchemeConfig(scheme=NAME) for a scheme"
         )
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = QuantizationPlan(), 0, Checks(device, streamed)

@@ -158,10 +158,10 @@ def preparation(module: nn.Module) -> str:
 
 
 def explain(model: nn.Module) -> Report:
-    """What every layer of a model is: its schemes, the function that computes with it and why.
+    """Report on every layer of a model: its schemes, the kernel that computes with it, and why.
 
-    Layers that were tuned list what was chosen, for each range of rows and direction, with measured times and errors.
-    Reasons of layers that were left are those that `quantize_` gave, where it ran on this model.
+    Tuned layers list the choice for each range of tokens and direction, with measured times and errors. Reasons of layers that
+    were left are those that `quantize_` gave, if it ran on this model.
     """
     check_model(model)
     return described(model, known_reasons(model))

@@ -133,7 +133,7 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
     activation, kernel, layout, flat = (fields[name] for name in ("activation", "kernel", "layout", "flat"))
     if kernel in SPARSE_KERNELS and layout != SPARSE:
         raise ValueError(
-            f"kernel {kernel!r} multiplies weights in {SPARSE} storage alone, this one's is {layout!r}"
+            f"kernel {kernel!r} supports weights in {SPARSE} storage only, this one's is {layout!r}"
         )
     recipe = recipe_of(
         weight=scheme_from(fields["weight"]),

@@ -438,7 +438,7 @@ def quantized(
 ) -> QuantizedTensor:
     """x in the scheme of a recipe (or a scheme, by name or record), its blocks along `axis`.
 
-    Codes, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
+    Values, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
     """
     if not isinstance(recipe, Recipe):
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))

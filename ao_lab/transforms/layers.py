@@ -182,15 +182,15 @@ def is_batch(parameter: torch.Tensor) -> bool:
 
 
 def linear_and_experts(module: nn.Module, name: str) -> bool:
-    """A filter for `quantize_`: linear layers and batched experts. Routers and heads that are tied to the embedding stay dense,
-    as they do without a filter.
+    """A filter for `quantize_`: linear layers and batched experts. Routers and heads that are tied to the embedding stay
+    unquantized, as by default.
 
-    `quantize_(model, config, ao_lab.linear_and_experts)`. Without a filter experts stay dense, as in torchao.
+    `quantize_(model, config, ao_lab.linear_and_experts)`. By default (no filter) experts stay unquantized, as in torchao.
 
-    Experts are parameters with three axes whose module says which of them its products sum over (`is_transposed`, as
-    transformers marks them; the shapes of two projections; a forward that multiplies by torch's `linear` alone). Others, tables
-    of positions and kernels of attention among them, are left: a filter of one's own that accepts their module, and a
-    configuration with axis=-1 or axis=-2, quantizes them.
+    Experts are parameters with three axes whose module defines which axis its matmuls contract (`is_transposed`, as
+    transformers marks them; the shapes of two projections; a forward that uses torch's `linear` only). Other parameters, such
+    as position tables and attention kernels, are left: your own filter that selects their module, and a configuration with
+    axis=-1 or axis=-2, quantizes them.
     """
     return is_linear(module) or (is_experts(module) and says_its_axis(module))
 

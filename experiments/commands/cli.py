@@ -171,9 +171,7 @@ def corpus(
     name: Annotated[str | None, typer.Argument(help="A corpus such as prose. Default: all of them.")] = None,
     build: Annotated[
         Path | None,
-        typer.Option(
-            help="Download the corpus, clean it, and write its files into this folder."
-        ),
+        typer.Option(help="Download the corpus, clean it, and write its files into this folder."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -155,7 +155,7 @@ def look_at(folder: Path) -> Folder:
             specs[name], files[name] = spec, path
     if index is not None:
         _check_index(index, files, folder / index_name)
-    LOG.info("%s: %d tensors in %d files", folder, len(specs), len(headers))
+    LOG.debug("%s: %d tensors in %d files", folder, len(specs), len(headers))
     return Folder(folder, specs, files, _joined(headers))
 
 

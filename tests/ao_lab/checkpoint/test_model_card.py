@@ -309,7 +309,7 @@ def test_code_of_every_architecture(kind, auto, task, served, tmp_path, monkeypa
         assert [type(m).__name__ for m in loaded] == [kind, kind]
         if layout == "ao_lab":
             assert all(torch.equal(outputs(m, inputs), outputs(model, inputs)) for m in loaded)
-        assert ("is not among the models that vLLM lists" in card) == (
+        assert ("among its models for text generation" in card) == (
             not served and layout == "compressed-tensors"
         )
 
@@ -332,7 +332,7 @@ def test_dtype_is_explained(tmp_path):
         save_pretrained(quantized_model("LlamaForCausalLM", scheme)[0], tmp_path, layout="compressed-tensors")
         assert ("float32 scales" in (tmp_path / CARD).read_text()) == said
     save_pretrained(quantized_model("LlamaForCausalLM", "nf4")[0], tmp_path, layout="ao_lab")
-    assert "`dtype=` is what layers compute in" in (tmp_path / CARD).read_text()
+    assert "`dtype=` is the dtype of the computation" in (tmp_path / CARD).read_text()
 
 
 def test_cards_of_others_stay(tmp_path):
@@ -352,7 +352,7 @@ def test_models_of_ones_own(tmp_path):
     quantize_(model, SchemeConfig(scheme="nf4"))
     save_pretrained(model, tmp_path / "little")
     card = model_card(tmp_path / "little")
-    assert "`ao_lab.load_pretrained('little', model)` fills a model of the same structure." in card
+    assert "`ao_lab.load_pretrained('little', model)` loads it into a model of the same architecture." in card
     assert "pipeline_tag" not in matter_of(card)
     assert "```" not in card
 

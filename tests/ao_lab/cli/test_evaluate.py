@@ -211,7 +211,7 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
     (tmp_path / "list" / "config.json").write_text("[]")
     assert "config.json holds a JSON object, got list" in complaint(capsys, tmp_path / "list")[1]
     save_llama(tmp_path / "small", vocabulary=64)
-    assert "it is another model's" in complaint(capsys, tmp_path / "small")[1]
+    assert "it belongs to another model" in complaint(capsys, tmp_path / "small")[1]
     if importlib.util.find_spec("lm_eval") is None:
         code, err = complaint(capsys, base, "--tasks", "hellaswag")
         assert code == 2

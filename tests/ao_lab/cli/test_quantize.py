@@ -72,7 +72,7 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     )
     shown = capsys.readouterr().out
     assert "int4_g32_cast in place of int4_g32_asymmetric" in shown
-    assert "layout: compressed-tensors; transformers" in shown
+    assert "layout: compressed-tensors; loads in transformers" in shown
     assert "Embedding: only linear layers and experts are quantized" in shown
     assert "filter_fn" not in shown
     # Columns and words that would say nothing of this model.

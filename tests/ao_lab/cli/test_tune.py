@@ -101,7 +101,7 @@ def test_a_quantized_folder_as_it_is(capsys, folder, tmp_path):
     [
         ([], "holds no quantized weights; give --recipe NAME"),
         (["--recipe", "rowwize"], "unknown recipe 'rowwize'; there are"),
-        (["--recipe", "rowwise", "--config", "nf4"], "not both"),
+        (["--recipe", "rowwise", "--config", "nf4"], "give either --recipe"),
         (["--recipe", "rowwise", "--option", "group_size=32"], "--option belongs to --config"),
         (["--config", "mxfp4", "--pad"], "--pad belongs to --recipe"),
         (["--recipe", "rowwise", "--error", "0"], "--error is a positive number"),

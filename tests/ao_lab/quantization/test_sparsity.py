@@ -211,7 +211,7 @@ def test_a_gpu_without_a_kernel_for_what_is_stored_is_said_once(given, kernel, g
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quantize_(made, given, filter_fn=lambda module, name: name in ("0", "2"))
-    told = [str(one.message) for one in caught if "dequantized in every product" in str(one.message)]
+    told = [str(one.message) for one in caught if "dequantized in every forward pass" in str(one.message)]
     assert [one.split(",")[0] for one in told] == ["2 of 2 layers"] * slower
     assert all("Int4WeightOnlyConfig, Int8Dynamic" in one for one in told)
     assert all(one.filename == __file__ for one in caught if str(one.message) in told)
