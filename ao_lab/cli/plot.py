@@ -33,7 +33,7 @@ Schemes = Annotated[
     list[str] | None,
     typer.Option(
         "--scheme",
-        help="A scheme such as mxfp4 (ao-lab schemes), any number of times. Default: eight usual ones.",
+        help="A scheme such as mxfp4 (ao-lab schemes), repeatable. Default: eight common ones.",
     ),
 ]
 

@@ -141,7 +141,7 @@ def split_tasks(tasks: list[str], paired: bool) -> tuple[tuple[str, ...], list[s
     if foreign and importlib.util.find_spec("lm_eval") is None:
         raise WrongInput(
             f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
-            f"{', '.join(TASKS)}, which need nothing"
+            f"{', '.join(TASKS)}, which need no extra"
         )
     return local, foreign
 

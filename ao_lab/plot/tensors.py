@@ -210,7 +210,7 @@ def tensors_of(x: Any) -> Iterable[tuple[str, Any]]:
             )
         if is_quantized(folder):
             raise ValueError(
-                f"{folder} is quantized already; give the folder of the dense model that it was made of"
+                f"{folder} is quantized already; give the folder of the unquantized base model"
             )
         return linear_weights(dense_of_files(folder)).items()
     return linear_weights(x).items() if hasattr(x, "named_modules") else (("tensor", x),)
