@@ -148,7 +148,7 @@ class StaticConfig(Config, registered=False):
 
 @dataclass(frozen=True)
 class Int8StaticActivationInt8WeightConfig(StaticConfig):
-    """8-bit integers for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+    """INT8 weights and activations (W8A8), static: one activation scale, from calibration. One granularity is the weight's."""
 
     act_quant_scale: Any = None
     act_quant_zero_point: Any = None
@@ -169,7 +169,7 @@ class Int8StaticActivationInt8WeightConfig(StaticConfig):
 
 @dataclass(frozen=True)
 class Float8StaticActivationFloat8WeightConfig(StaticConfig):
-    """Float8 for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+    """FP8 weights and activations (W8A8), static: one activation scale, from calibration. One granularity is the weight's."""
 
     step: Any = None
     act_quant_scale: Any = None

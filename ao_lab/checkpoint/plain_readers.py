@@ -107,9 +107,8 @@ def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
             static = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
             return {**tensors, **static}
     raise ValueError(
-        f"{t!r}: a loader of compressed-tensors would compute other values (NaN blocks, extreme scales, or an outer "
-        "scale without "
-        f"an exact reciprocal); {WAY_OUT}"
+        f"{t!r}: a loader of compressed-tensors would compute other values (NaN blocks, extreme scales, or an outer scale "
+        f"without an exact reciprocal); {WAY_OUT}"
     )
 
 
@@ -207,9 +206,8 @@ def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.d
         return []
     inputs = "" if t.recipe.activation is None else ", which leaves inputs as they are"
     return [
-        f"scales: loaders that keep quantized values, as vLLM does and transformers without dequantize=True{inputs}, "
-        "round the float32 "
-        f"scales of {t.scheme.name} to {_name(dtype)}"
+        f"scales: loaders that keep quantized values, as vLLM does and transformers without dequantize=True{inputs}, round "
+        f"the float32 scales of {t.scheme.name} to {_name(dtype)}"
     ]
 
 
@@ -229,9 +227,8 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     )
     if dtype == torch.float32 and rounded:
         notes.append(
-            "float32 scales: with dtype=torch.bfloat16 loaders that keep quantized values round each by up to 0.4 "
-            "percent; read the "
-            "folder in float32, or quantize the model in bfloat16"
+            "float32 scales: with dtype=torch.bfloat16 loaders that keep quantized values round each by up to 0.4 percent; "
+            "read the folder in float32, or quantize the model in bfloat16"
         )
     scheme = t.recipe.activation
     if scheme is not None:

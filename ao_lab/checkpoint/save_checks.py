@@ -130,9 +130,8 @@ def _check_state(model: nn.Module) -> None:
     wrapped = [name for name in state if any(part in PREFIXES for part in name.split("."))]
     if wrapped:
         raise ValueError(
-            f"{shorten(wrapped)}: a wrapper inside the model renames weights, so that loaders would not find them; take "
-            "the wrappers "
-            f"of torch.compile and FSDP off first (module.compile() and fully_shard rename nothing)"
+            f"{shorten(wrapped)}: a wrapper inside the model renames weights, so that loaders would not find them; take the "
+            "wrappers of torch.compile and FSDP off first (module.compile() and fully_shard rename nothing)"
         )
     if missing := [name for name in quantized if not isinstance(state.get(name), QuantizedTensor)]:
         raise ValueError(

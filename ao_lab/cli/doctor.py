@@ -38,7 +38,7 @@ MX_CAPABILITY = (10, 0)
 def cpu_found(torch: ModuleType) -> tuple[str, str]:
     """What the CPU is and multiplies quickly, as torch uses it; and its limit, or nothing."""
     found = importlib.import_module(f"{module_name('fast')}.cpu.capability").cpu_capability()
-    detail = f"{cpu_name()}, {cores()} cores, torch on {torch.get_num_threads()} threads: {found}"
+    detail = f"{cpu_name()}, {cores()} cores, torch uses {torch.get_num_threads()} thread(s): {found}"
     return detail, "" if found.bfloat16 else "no bfloat16 instructions: bfloat16 matmuls are slow"
 
 

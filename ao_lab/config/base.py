@@ -142,7 +142,7 @@ class Config:
 
 @dataclass(frozen=True)
 class SchemeConfig(Config):
-    """Any scheme for the weight, any or none for the input: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
+    """Any scheme for weights, any or none for activations: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
 
 
 #: What is for all other layers, and how a regular expression begins.

@@ -227,8 +227,8 @@ def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor)
     if axis is None:
         raise ValueError(
             f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether its weight is "
-            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or where it is "
-            f"no batch of matrices exclude it with filter_fn (ao_lab.linear_and_experts does)"
+            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or if it is "
+            f"not a batch of matrices exclude it with filter_fn (ao_lab.linear_and_experts does)"
         )
     return axis
 
@@ -243,7 +243,13 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
             f"quantize_: the filter matches layers, but none of them can be changed: {', '.join(meant[:3])}"
             f"{', ...' * (len(meant) > 3)} {ALREADY}; for other schemes load the dense model again and quantize that"
         )
-    first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
+    groups: dict[str, list[str]] = {}
+    for name in meant or plan.reasons:
+        groups.setdefault(plan.reasons[name], []).append(name)
+    first = [
+        f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {reason}"
+        for reason, names in list(groups.items())[:3]
+    ]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 

@@ -525,13 +525,12 @@ def _instead(func: Any) -> str:
     if func._schema.is_mutable:
         return (
             "in-place it supports sums, products and copies only, which quantize it again, and not an optimizer's steps, "
-            "which would "
-            "be rounded away: freeze it, and train adapters, its dequantize()d copy, or a model prepared with QATConfig"
+            "which would be rounded away: freeze it, and train adapters, its dequantize()d copy, or a model prepared with "
+            "QATConfig"
         )
     return (
         "dequantize() it first. It supports matmuls, embedding lookup and arithmetic, and can be sliced along blocks, "
-        "viewed, moved and copied, and read "
-        "by arithmetic; ao_lab.tensor.op_registry.OPERATIONS has it all"
+        "viewed, moved and copied, and read by arithmetic; ao_lab.tensor.op_registry.OPERATIONS has it all"
     )
 
 

@@ -146,8 +146,7 @@ def refuse_onnx(tensor: Any) -> None:
     if onnx is not None and onnx.is_in_onnx_export():
         raise ValueError(
             "torch.onnx.export(dynamo=False) reads weights as contiguous memory, and a QuantizedTensor "
-            f"({tensor.scheme.name}) has "
-            f"none: give the layer nn.Parameter(weight.dequantize()) first"
+            f"({tensor.scheme.name}) has none: give the layer nn.Parameter(weight.dequantize()) first"
         )
 
 

@@ -161,9 +161,8 @@ def fsdp_pre_all_gather(
     x, scales, whole = self.dense.to(dtype), None, tuple(outer_size)
     if self.shape[1:] != whole[1:]:
         raise ValueError(
-            f"weights that are gathered quantized are split along axis 0, got a shard {tuple(self.shape)} of {whole}; "
-            "leave out "
-            f"shard_placement_fn, or the FP8 all-gather"
+            f"weights that are gathered quantized are split along axis 0, got a shard {tuple(self.shape)} of {whole}; leave "
+            "out shard_placement_fn, or the FP8 all-gather"
         )
     if self.scheme.scale.block == "tensor":
         scales = Scales(scale_of(self, whole[0], mesh.get_group(), module, dtype))
@@ -278,9 +277,8 @@ class GatheredLinear(LowPrecisionLinear):
         x, weight = super().operands(input)
         if type(weight) is torch.Tensor and getattr(weight._base, "_is_flat_param", False):
             raise ValueError(
-                "FullyShardedDataParallel (FSDP1) cannot gather quantized weights: convert without "
-                "fsdp_float8_all_gather, or shard by "
-                "fully_shard"
+                "FullyShardedDataParallel (FSDP1) cannot gather quantized weights: convert without fsdp_float8_all_gather, "
+                "or shard by fully_shard"
             )
         return x, weight
 
@@ -293,9 +291,8 @@ class GatheredLinear(LowPrecisionLinear):
         """The plain weight again; ValueError where FSDP2 holds the shard."""
         if hasattr(self.weight, "_local_tensor"):
             raise ValueError(
-                "the weight is sharded, and FSDP2 gathers it quantized: convert the layers back before fully_shard, or "
-                "load the "
-                "state_dict, which is unquantized, into a model that is not converted"
+                "the weight is sharded, and FSDP2 gathers it quantized: convert the layers back before fully_shard, or load "
+                "the state_dict, which is unquantized, into a model that is not converted"
             )
         # A parametrization holds the weight under another name.
         for parameter in self.parameters():

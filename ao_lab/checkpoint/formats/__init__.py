@@ -101,9 +101,8 @@ def third_party_records(folder: Folder) -> Records:
         )
     if not isinstance(method, str) or method not in known:
         raise ValueError(
-            f"{folder.path}: quant_method {shown(method)} is not supported, these are: {', '.join(sorted(known))}; "
-            "quantize the "
-            "original model with ao_lab"
+            f"{folder.path}: quant_method {shown(method)} is not supported, these are: {', '.join(sorted(known))}; quantize "
+            "the original model with ao_lab"
         )
     records = known[method](folder, given)
     for name, weight in records.weights.items():

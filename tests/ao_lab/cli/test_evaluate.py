@@ -237,7 +237,7 @@ def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
     for folder in ("dense", "int8"):
         code, err = complaint(capsys, tmp_path / folder, "--limit", "1")
         assert code == 2
-        assert f"holds {kind}, no causal language model" in err
+        assert f"holds {kind}, not a causal language model" in err
     made = evaluated(capsys, tmp_path / "int8", "--against", tmp_path / "dense", "--tasks", "weights")
     assert 0 < made["tasks"]["weights"][scheme] < 0.01
 

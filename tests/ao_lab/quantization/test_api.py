@@ -135,6 +135,11 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
     assert report.changed[0].name == "1.weight"
     with pytest.raises(ValueError, match="none of them can be changed"):
         quantize_(model, Int4WeightOnlyConfig(group_size=64))
+    with pytest.raises(
+        ValueError,
+        match=r"Of 2 parameters: 0\.weight and 1 more: shape \(64, 96\): 96 [^:;]*64 along axis 1; pad",
+    ):
+        quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(96, 64)), Int4WeightOnlyConfig(group_size=64))
 
 
 def test_a_second_call_keeps_what_is_quantized():

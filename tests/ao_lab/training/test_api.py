@@ -274,7 +274,7 @@ def test_a_second_conversion_says_what_is_there():
     net = model()
     ao_lab.convert_for_training_(net, "rowwise")
     with pytest.raises(
-        ValueError, match=r"trains by recipe .rowwise. already; ao_lab.convert_from_training_"
+        ValueError, match=r"trains with recipe .rowwise. already; ao_lab.convert_from_training_"
     ):
         ao_lab.convert_for_training_(net, "mxfp8")
     assert ao_lab.convert_from_training_(net) == ("0", "2")
