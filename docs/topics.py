@@ -47,7 +47,7 @@ TOPICS = {
     "measure": Topic(
         "Measure and compare models",
         "What a model loses by quantization, and what it gains, on a text and shapes of your own.",
-        "evaluate Evaluation HarnessOptions",
+        "compare Comparison Compared evaluate Evaluation HarnessOptions",
     ),
     "probe": Topic(
         "Errors of layers, and policies",

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.compare import command as compare_command
 from ao_lab.cli.options import (
     CALIBRATION,
     CORPUS,
@@ -446,6 +447,9 @@ def evaluate(
             save=save,
             as_json=as_json,
         )
+
+
+app.command("compare")(compare_command)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 
 
 class Device(StrEnum):
-    """Where an experiment runs."""
+    """Where a command computes."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -28,6 +29,7 @@ Skip = Annotated[
         help="Layers or submodules to leave unquantized, by name or re:PATTERN, such as lm_head or vision_tower; repeatable."
     ),
 ]
+CorpusPath = Annotated[Path | None, typer.Option(help=CORPUS)]
 OnDevice = Annotated[Device | None, typer.Option(help="Default: cuda if a GPU is available, else cpu.")]
 
 
