@@ -98,7 +98,7 @@ def compare(
     ValueError for what is not there or does not fit, unknown configurations with the nearest names, and a folder `out` with a
     comparison under other conditions; nothing has been computed then.
     """
-    wanted = configurations(configs)
+    name, wanted = name_of(model), configurations(configs)
     asked = ordered(tuple(methods))
     check_calibration(asked, calibration, wanted)
     if new_tokens < 0 or calibration_windows < 1:
@@ -118,7 +118,7 @@ def compare(
         "notes": notes_of(source, data),
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
-    store = Store.of(name_of(model), conditions, wanted, None if out is None else Path(out))
+    store = Store.of(name, conditions, wanted, None if out is None else Path(out))
     work = Work(model, where, windows, asked, batches, new_tokens)
     return work.run(wanted, store, progress)
 
