@@ -41,7 +41,7 @@ nightly-newest:      ## the tests that other libraries may break, with the newes
 	$(PYTHON) .ci/newest.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)" -- -n $(WORKERS) --dist worksteal $(ARGS)
 
 docs: install-test   ## build the documentation into build/docs: a broken link or example fails
-	$(BIN)/sphinx-build --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs $(ARGS)
+	$(BIN)/sphinx-build --nitpicky --fail-on-warning --keep-going --fresh-env --quiet -d build/doctrees docs build/docs $(ARGS)
 	@echo "documentation: build/docs/index.html"
 
 lint: style types contract ## style, types and the import contract

@@ -29,6 +29,7 @@ Each folder is one capability, and imports those below it alone (a contract in p
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from ao_lab.install import packages, transformers_hook, versions
@@ -50,7 +51,7 @@ def __getattr__(name: str) -> Any:
         needed(SUBMODULES[name])  # says how to install it where it is missing
         return importlib.import_module(f"ao_lab.{name}")
     if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
+        raise _unknown(name)
     if name == "HOMES":
         value: Any = packages.homes()
     elif name == "__all__":
@@ -58,10 +59,15 @@ def __getattr__(name: str) -> Any:
     elif name in packages.homes():
         value = packages.public(name)
     else:
-        raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
+        raise _unknown(name)
     globals()[name] = value
     versions.check_loaded()
     return value
+
+
+def _unknown(name: str) -> AttributeError:
+    """With the name and the module, by which tracebacks suggest the nearest public name."""
+    return AttributeError(f"module 'ao_lab' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

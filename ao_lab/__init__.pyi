@@ -100,6 +100,9 @@ from ao_lab.kv_cache.cache import KVCache as KVCache
 from ao_lab.kv_cache.cache import KVCacheSettings as KVCacheSettings
 from ao_lab.kv_cache.cache import use_kv_cache_ as use_kv_cache_
 from ao_lab.kv_cache.recipe import KVRecipe as KVRecipe
+from ao_lab.measure.compare import compare as compare
+from ao_lab.measure.comparison import Compared as Compared
+from ao_lab.measure.comparison import Comparison as Comparison
 from ao_lab.measure.evaluate import Evaluation as Evaluation
 from ao_lab.measure.evaluate import HarnessOptions as HarnessOptions
 from ao_lab.measure.evaluate import evaluate as evaluate

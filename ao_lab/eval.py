@@ -233,7 +233,7 @@ def windows_of(text: str, encode: Encode, length: int, limit: int, beginning: Se
     own = length - len(beginning)
     if own < 1:
         raise ValueError(
-            f"a window of {length} tokens has no place for text behind the {len(beginning)} that the tokenizer begins with; "
+            f"a window of {length} tokens has no room for text after the {len(beginning)} that the tokenizer starts with; "
             f"give a larger --length"
         )
     tokens = encode(text[: own * limit * 100])

@@ -38,7 +38,7 @@ class NativeParts(NamedTuple):
 
 
 def native_dtype(fmt: str | Format, packed: bool = False) -> torch.dtype | None:
-    """torch's dtype for codes of a format, or None where it has none. packed: of packed codes (a pair, for float4)."""
+    """torch's dtype for the quantized values of a format, or None. packed: of packed values (a pair per byte, for float4)."""
     name = fmt if fmt == "float32" else format_of(fmt).name
     if packed and name == PAIRS:
         return getattr(torch, f"{PAIRS}_x2", None)
@@ -83,7 +83,7 @@ def from_native(
         )
     given = NativeParts(*parts)
     if shape is None and packed:
-        raise ValueError("from_native of packed codes needs shape=, that of the tensor")
+        raise ValueError("from_native of packed values needs shape=, that of the tensor")
     size = tuple(given.codes.shape if shape is None else shape)
     codes = _plain(given.codes, UNSIGNED[1 if record.format.bits <= 8 else 2])
     stored = storage_dtype(record.scale.storage)

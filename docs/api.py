@@ -10,12 +10,14 @@ import importlib
 import inspect
 import re
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ao_lab
-from docs.topics import DATA, TOPICS, names
+from docs.topics import DATA, TOPICS, Topic, names
 
+DOCS = Path(__file__).resolve().parent
 #: Packages whose public names have a place on a page, and submodules of `ao_lab` that are public too.
 PACKAGES = ("ao_lab", "reference", "fast")
 SUBMODULES = ("ao_lab.jax", "ao_lab.optim", "ao_lab.plot", "ao_lab.testing")
@@ -41,7 +43,10 @@ ARRAYS = {"x", "a", "b", "w", "q", "g", "codes", "packed", "values", "gate", "up
 
 def pages() -> dict[str, str]:
     """Markdown of each page by its file name."""
-    made = {f"{slug}.md": page(one.title, one.about, {"": names(one)}) for slug, one in TOPICS.items()}
+    made = {
+        f"{slug}.md": page(one.title, one.about + guides(one), {"": names(one)})
+        for slug, one in TOPICS.items()
+    }
     made |= {f"{package}.md": page(*ABOUT[package], by_folder(package)) for package in ABOUT}
     links = [
         f"- [{one.title}]({slug}.md): {', '.join(map(linked, names(one)))}" for slug, one in TOPICS.items()
@@ -61,6 +66,15 @@ def page(title: str, about: str, sections: dict[str, list[str]]) -> str:
         text += f"\n## {heading}\n" if heading else ""
         text += "".join(f"\n```{{eval-rst}}\n{directive(name)}\n```\n" for name in found)
     return text
+
+
+def guides(topic: Topic) -> str:
+    """The pages that show how the names are used, by their titles."""
+    found = []
+    for path in topic.guides.split():
+        title = (DOCS / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        found.append(f"[{title}](../../{path})")
+    return f" Guide: {', '.join(found)}." if found else ""
 
 
 def linked(name: str) -> str:

@@ -124,10 +124,13 @@ def shown(page: str, table: str) -> str:
 def configurations() -> str:
     """Every entry, with all GPUs and clients."""
     head = ["configuration", "", "bits per weight", "perplexity"]
-    head += [f"{gpu}, {_tokens(tokens)}" for gpu in GPUS for tokens in TOKENS]
+    head += [f"{gpu}: {', '.join(map(str, TOKENS))} tokens" for gpu in GPUS]
     lines = [
         [f"`{one}`", one.called, bits(one), loss(one)]
-        + [speed(one, gpu, tokens) for gpu in GPUS.values() for tokens in TOKENS]
+        + [
+            ", ".join(found) if all(found := [speed(one, gpu, tokens) for tokens in TOKENS]) else ""
+            for gpu in GPUS.values()
+        ]
         + [", ".join(clients(one))]
         for one in ENTRIES
     ]

@@ -246,10 +246,10 @@ def given_of(scale: Any, outer: Any, zero: Any) -> Any:
 # Gradients that have no derivatives: codes stand between, and gradients of rounded values are straight-through estimates.
 
 REFUSED = (
-    "a layer that trains in low precision, with fake-quantized weights or sparse has no second derivatives: its gradient is "
-    "computed from codes, or passes rounding by as if it were not there. Compute this loss (a gradient penalty, a product with "
-    "the Hessian) with dense layers: leave the layer out by filter_fn, or copy the model before quantize_, "
-    "convert_for_training_ or sparsify_; where the first gradient is a constant, call its detach()"
+    "a layer that trains in low precision, with fake quantization or sparse has no second derivatives: its gradient is "
+    "computed from quantized values, or treats rounding as the identity. Compute this loss (a gradient penalty, a "
+    "Hessian-vector product) with ordinary layers: exclude the layer with filter_fn, or copy the model before quantize_, "
+    "convert_for_training_ or sparsify_; if the first gradient is a constant, call its detach()"
 )
 
 

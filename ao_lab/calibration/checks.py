@@ -46,7 +46,7 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...], device
     if wrong:
         raise ValueError(
             f"{shorten(wrong)}: weights hold NaN or infinity, which {names} would spread; {CHANGED_NOTHING}. Replace them, or "
-            f"leave these layers out by filter_fn"
+            f"exclude these layers with filter_fn"
         )
     if targets and any(t.parameter.is_meta for t in targets):
         raise ValueError(
@@ -125,8 +125,8 @@ def check_usable(inputs: Mapping[str, SplitMoments]) -> None:
     """ValueError where sums over inputs hold NaN or overflow, before a weight of their block changes; else finish them."""
     if names := [name for name, one in inputs.items() if not one.is_usable()]:
         raise ValueError(
-            f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32; leave out batches of huge values, "
-            f"look for the weights that make them, or leave these layers out by filter_fn"
+            f"{shorten(names)}: sums of squared inputs hold NaN or overflow float32; leave out batches of huge values, "
+            f"look for the weights that make them, or exclude these layers with filter_fn"
         )
     for one in inputs.values():
         one.finish()

@@ -159,7 +159,7 @@ class HQQ(Method):
 
 @dataclass(frozen=True)
 class GPTQ(Method):
-    """Codes one column after the other, each making up for the errors of those before (Frantar et al., arXiv 2210.17323).
+    """Rounds column by column, each compensating the errors of those before (Frantar et al., arXiv 2210.17323).
 
     For given scales: those that a method before has found, else those of `Clip()`; over scales of the largest values alone it
     is worse than rounding on other text than it has read. order: "activation" (columns of large inputs
@@ -181,7 +181,7 @@ class GPTQ(Method):
 
 @dataclass(frozen=True)
 class AutoRound(Method):
-    """Codes and ranges of a block's weights learned by the signs of gradients of the block's output (arXiv 2309.05516).
+    """Rounding and ranges of a block's weights, learned by signed gradient descent on the block's output (arXiv 2309.05516).
 
     Starts at what the methods before have made. steps: of signed gradient descent, rates 1 / steps falling to 0. sequences:
     about how many a step sees (whole batches). seed: of the order of batches. Holds the states of the model as it was beside
@@ -201,7 +201,7 @@ class AutoRound(Method):
 
 @dataclass(frozen=True)
 class BiasCorrection(Method):
-    """What quantizing takes from the mean of a layer's outputs, added to its bias; layers without a bias stay as they are."""
+    """Corrects the bias for the change of the mean output by quantization; layers without a bias are unchanged."""
 
     @property
     def name(self) -> str:

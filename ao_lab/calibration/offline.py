@@ -470,7 +470,7 @@ def _outside(
     kinds = [type(modules[name]).__name__ for name in after]
     if len(after) != 2 or _norm_gain(modules[after[0]], residual.width) is None:
         raise _refused(
-            f"behind its blocks there are {', '.join(kinds) or 'no modules'}, not a norm and a head"
+            f"after its blocks there are {', '.join(kinds) or 'no modules'}, not a norm and a head"
         )
     head = modules[after[1]].get_parameter("weight")
     if head.dim() != 2 or head.shape[-1] != residual.width or is_transposed(modules[after[1]]):

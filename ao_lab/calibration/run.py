@@ -10,6 +10,7 @@ Weights outside of the blocks (a head, embeddings) are rounded to nearest as wit
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,6 +70,8 @@ from ao_lab.transforms.walk import (
 )
 from reference import Scales
 from reference.arrays.namespace import choice
+
+LOG = logging.getLogger(__name__)
 
 #: Whose outputs a block sees: those of the quantized blocks before it, or of what these were.
 PREFIXES = ("quantized", "float")
@@ -468,7 +471,7 @@ class Job:
             if self.ranks is not None and isinstance(observer, InputScales):
                 self.ranks.merge(observer.statistic)
             if (reason := observer.unsupported_reason()) is not None:
-                raise ValueError(f"calibration: {reason} by {target.name}; leave it out by filter_fn")
+                raise ValueError(f"calibration: {reason} by {target.name}; exclude it with filter_fn")
             if isinstance(observer, InputScales):
                 parts[target.name].input_scales = observer.scales()
 
@@ -528,6 +531,7 @@ class Job:
     def tell(self, target: Target, result: LayerResult) -> None:
         """Note what was won for a weight that is quantized now."""
         self.done[target.name] = result
+        LOG.info("%s, %d of %d: %s", target.name, len(self.done), self.total, result)
         remember(self.model, dict.fromkeys(target.places, result))
         if self.progress is not None:
             self.progress(target.name, len(self.done), self.total)
@@ -539,7 +543,7 @@ class Job:
         elif target.layers:
             why = "it is outside of the blocks, or shared between them"
         else:
-            why = "it is looked up in, not multiplied with"
+            why = "it is a lookup table, not a matmul weight"
         return f"; rounded to nearest, {why}"
 
     def stopped(self) -> str:

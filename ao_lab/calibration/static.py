@@ -131,7 +131,7 @@ class StaticConfig(Config, registered=False):
             return result
         if zero is not None:
             raise ValueError(
-                f"{type(self).__name__}: readers of compressed-tensors add act_quant_zero_point before they round; give a "
+                f"{type(self).__name__}: loaders of compressed-tensors add act_quant_zero_point before they round; give a "
                 f"symmetric act_quant_scale, or use layout='ao_lab'"
             )
         rounded = torch.as_tensor(scale).detach().to(torch.bfloat16).to(torch.float32)
@@ -148,7 +148,7 @@ class StaticConfig(Config, registered=False):
 
 @dataclass(frozen=True)
 class Int8StaticActivationInt8WeightConfig(StaticConfig):
-    """8-bit integers for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+    """INT8 weights and activations (W8A8), static: one activation scale, from calibration. One granularity is the weight's."""
 
     act_quant_scale: Any = None
     act_quant_zero_point: Any = None
@@ -169,7 +169,7 @@ class Int8StaticActivationInt8WeightConfig(StaticConfig):
 
 @dataclass(frozen=True)
 class Float8StaticActivationFloat8WeightConfig(StaticConfig):
-    """Float8 for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+    """FP8 weights and activations (W8A8), static: one activation scale, from calibration. One granularity is the weight's."""
 
     step: Any = None
     act_quant_scale: Any = None

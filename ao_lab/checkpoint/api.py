@@ -20,6 +20,7 @@ of weights do, and shows it. Once `import ao_lab` has run, our quantizer puts th
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,13 +83,15 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
 from reference.arrays.namespace import choice
 
+LOG = logging.getLogger(__name__)
+
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `save_pretrained` wrote: the layout, the files, their bytes, what kept it from compressed-tensors, and what readers
-    without this library have to know of the folder."""
+    """What `save_pretrained` wrote: the layout, the files, their bytes, why it is not compressed-tensors, and limits for those
+    who load the folder without this library."""
 
     layout: str
     files: tuple[Path, ...]
@@ -134,19 +137,20 @@ def save_pretrained(
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Saved:
-    """Write a quantized model to a folder: model.safetensors (in shards above `max_shard_bytes`), config.json and the card.
+    """Save a quantized model to a folder: model.safetensors (sharded above `max_shard_bytes`), config.json and a model card.
 
-    `config`: the model's own configuration, by default `model.config` as transformers' models have it. Their generation_config
-    becomes generation_config.json, without its compile_config; a UserWarning tells of settings that `generate()` ignores. The
-    tokenizer is the caller's. layout "auto" takes "compressed-tensors" where plain readers compute the same, else "ao_lab" with
-    a UserWarning; "compressed-tensors" by name is also written where only some of them do (float32 scales of a bfloat16 model),
-    which `Saved.limits` says. For zero points, and such scales of weights alone, config.json has transformers dequantize while
-    it loads. Wrappers of torch.compile and DistributedDataParallel are taken off.
+    config: the model's own configuration. Default: `model.config`, as transformers' models have it. Their generation_config is
+    saved as generation_config.json, without its compile_config; a UserWarning names settings that `generate()` ignores. Save
+    the tokenizer yourself (`tokenizer.save_pretrained(directory)`).
+    layout: "auto" writes "compressed-tensors" if transformers and vLLM compute the same model from it, else "ao_lab", with a
+    UserWarning. "compressed-tensors" by name is also written if only some loaders do (float32 scales of a bfloat16 model); see
+    `Saved.limits`. For zero points, and for such scales of weight-only schemes, config.json tells transformers to dequantize
+    when loading. Wrappers of torch.compile and DistributedDataParallel are removed.
 
-    ValueError for a model without quantized weights, for one that is not finished (layers prepared for QAT, adapters, watched
-    inputs, parametrizations, an interrupted `quantize_`), for a generation_config that transformers would not read again, and
-    where layout="compressed-tensors" cannot say it. Nothing has been written then. A write that fails (OSError) leaves the
-    folder's earlier files as they were.
+    ValueError for a model without quantized weights, for an unfinished one (layers prepared for QAT, adapters, observers,
+    parametrizations, an interrupted `quantize_`), for a generation_config that transformers could not load, and if
+    layout="compressed-tensors" cannot store the model. Nothing has been written then. If writing fails (OSError), earlier files
+    of the folder are unchanged.
     """
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes)
     if saved.reasons:
@@ -201,6 +205,7 @@ def write_model(
     files = [folder / path.name for path in written]
     more = _beside(folder, model, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
+    LOG.info("saved %s: layout %s, %d bytes of weights in %d files", folder, used, size, len(files))
     return Saved(used, (*files, folder / CONFIG, *more), size, tuple(reasons), tuple(stored.limits))
 
 
@@ -208,7 +213,7 @@ def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:
     """Put tensors that are none of the model's beside it; programs that do read them must not take them for quantized ones."""
     for name, tensor in beside.items():
         if name in stored.tensors:
-            raise ValueError(f"{name} is a tensor of the model and of its files beside the model; rename one")
+            raise ValueError(f"{name} is a tensor of the model and also one of its other files; rename one")
         stored.keep(name, tensor)
     if "ignore" in stored.config:
         modules = {name.rpartition(".")[0] for name, t in beside.items() if t.dim() > 1}
@@ -244,7 +249,7 @@ def obstacles(model: nn.Module) -> list[str]:
         ):
             dtype = str(weight.dtype).removeprefix("torch.")
             reasons.append(
-                f"{name}: readers make weights of {weight.scheme.name} in bfloat16, and the model is saved in {dtype} "
+                f"{name}: loaders make weights of {weight.scheme.name} in bfloat16, and the model is saved in {dtype} "
                 "(model.to(torch.bfloat16) before saving changes that)"
             )
     return reasons
@@ -254,8 +259,8 @@ def _told(reasons: Sequence[str]) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
     return (
-        f"save_pretrained wrote layout 'ao_lab', which transformers reads after `import ao_lab`: plain readers of "
-        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these readers quantize with "
+        f"save_pretrained wrote layout 'ao_lab', which transformers loads after `import ao_lab`: other loaders of "
+        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these loaders quantize with "
         f'config.for_layout("compressed-tensors")'
     )
 
@@ -286,22 +291,22 @@ def _beside(folder: Path, model: nn.Module, settings: str | None, reasons: Seque
 def load_pretrained(
     directory: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model of a folder that `save_pretrained` wrote, its weights quantized as they were; or of another library's folder.
+    """Load a model from a folder of `save_pretrained`, or of another library, and keep its weights quantized.
 
-    `ao_lab.checkpoint.formats` has the readers (torchao, compressed-tensors, ModelOpt, ...), by config.json's quant_method.
-    Each weight stands for the bits that its library dequantizes; `explain(model)` says who stored it. What is left out, as the
-    scales of a key-value cache are, is told in a UserWarning. Outputs have the bits of the model that was saved. Where plain
-    transformers reads the folder, compressed-tensors' layers dequantize, and torch multiplies: the same products, added in
-    another order where a kernel of ours takes few rows (one, on a CPU); `weight.with_recipe(kernel="dequantize")` has its bits.
+    `ao_lab.checkpoint.formats` has the supported formats (torchao, compressed-tensors, ModelOpt, ...), by quant_method in
+    config.json. The dequantized value of each weight is bitwise that of its library; `explain(model)` says which library stored
+    it. A UserWarning names what is not loaded, such as scales of a KV cache. Outputs are bitwise those of the model that was
+    saved. If transformers alone loads the folder, its compressed-tensors layers dequantize and torch multiplies: the sums then
+    have another order where one of our kernels for few tokens runs (one token on a CPU);
+    `weight.with_recipe(kernel="dequantize")` is bitwise equal.
 
-    `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
-    describes: of the class that it names, or else a language model, with the folder's generation_config.json; a given model
-    keeps its own generation_config. `dtype`: what floating-point tensors become, and in what
-    quantized weights compute; None: as they were saved.
+    model: a model of the same architecture to load into; it keeps its own generation_config. Default: transformers builds the
+    class that config.json names, or else a causal language model, with the folder's generation_config.json. dtype: of
+    floating-point tensors, and of the computation with quantized weights. Default: as saved.
 
-    Files, records, configuration and shapes are compared with each other before a tensor is read, and the model is changed at
-    the very end, all of it or nothing. ValueError that names the file and the rule where something does not fit, or where no
-    record says what the tensors mean; FileNotFoundError where files are missing. Nothing is executed.
+    Files, records, configuration and shapes are checked before a tensor is read, and the model is changed at the very end, as a
+    whole or not at all. ValueError that names the file and the rule if something does not fit, or if nothing describes what the
+    tensors mean; FileNotFoundError for missing files. No code of the folder is executed.
     """
     folder = look_at(Path(directory))
     records = records_of(folder)
@@ -327,6 +332,7 @@ def load_pretrained(
     tell(target, records, folder)
     if scales:
         remember_scales(target, scales)
+    LOG.info("loaded %s: %d quantized weights", folder.path, len(records.weights))
     return target
 
 
@@ -413,7 +419,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
     stored.limits.update(dict.fromkeys(told))
     stored.limits.update(dict.fromkeys(_parted(stored)))
     if len(stored.config["config_groups"]) > 1 and not told:
-        stored.limits["several schemes: transformers 5.23 reads them without dequantize=True only"] = None
+        stored.limits["several schemes: transformers 5.23 loads them only without dequantize=True"] = None
     return stored
 
 
@@ -445,7 +451,7 @@ def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stor
     flat, unseen = found
     if unseen:
         told = f"{', '.join(unseen[:3])}{' and others' if len(unseen) > 3 else ''}"
-        limit = f"tokens: a small input did not reach {told}: whether inputs there have two axes is not known"
+        limit = f"tokens: a small input did not reach {told}: whether their inputs have two axes is unknown"
         stored.limits[limit] = stored.inexact[limit] = None
     return [
         f"{path}: its inputs have two axes, of which transformers takes one scale for all tokens, not one for each; leave it "

@@ -171,7 +171,7 @@ def _joined(
         return _joined_dense(first, group, [one for one in found if isinstance(one, Computed)], model)
     if len(quantized) != len(found):
         plain = next(name for name in group.members if isinstance(sources[name], Computed))
-        raise ValueError(f"some of what it is made of is quantized, and {shown(plain)} is not")
+        raise ValueError(f"some of the tensors it is made from are quantized, and {shown(plain)} is not")
     return _joined_quantized(first, group, quantized, model)
 
 
@@ -367,7 +367,7 @@ def refusal(model: nn.Module, name: str, t: QuantizedTensor) -> str | None:
         return f"{name}: experts are stored as (experts, in, out), and compressed-tensors holds (out, in)"
     if not read_while_loading(t.recipe):
         return (
-            f"{name}: transformers does not read experts in {t.recipe.weight.name} (it does in symmetric integers, in MXFP4, "
+            f"{name}: transformers does not load experts in {t.recipe.weight.name} (it does in symmetric integers, in MXFP4, "
             "and in e4m3 with a scale for each row)"
         )
     return None
@@ -473,7 +473,7 @@ def _cut(
         else:
             # Beside packed experts transformers asks every operation's tensors for scales, and loses those that have none.
             raise ValueError(
-                f"{name}: transformers 5.23 loses what it makes of several dense tensors beside quantized experts"
+                f"{name}: transformers 5.23 loses tensors that it merges from several dense ones next to quantized experts"
             )
     return Named(tensors, frozenset(matrices), renamed)
 

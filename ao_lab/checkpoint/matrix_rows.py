@@ -38,7 +38,7 @@ def gathered(load: Callable[[int], QuantizedTensor], numbers: torch.Tensor) -> Q
     a whole matrix and another one, and where a block would be cut or joined.
     """
     if numbers.dim() < 2 or numbers.shape[-1] != 1:
-        raise ValueError(f"its rows become columns, which quantized matrices cannot; {WAY_OUT}")
+        raise ValueError(f"its rows become columns, which a quantized matrix does not support; {WAY_OUT}")
     flat = numbers.reshape(-1)
     parts: dict[str, torch.Tensor] = {}
     meta: Meta | None = None
@@ -82,7 +82,7 @@ def with_row_scales(t: QuantizedTensor) -> QuantizedTensor:
         or meta.axis != -1
         or len(t.shape) != 2
     ):
-        raise ValueError(f"{t!r} is no matrix with blocks along its rows; {WAY_OUT}")
+        raise ValueError(f"{t!r} is not a matrix with blocks along its rows; {WAY_OUT}")
     scale = t.scheme.scale
     if scale.block != "tensor" or t.outer is not None or t.zero is not None:
         return t
@@ -99,7 +99,7 @@ def row_block(t: QuantizedTensor) -> int:
     """How many rows share a scale; ValueError for blocks that know no rows."""
     block = t.scheme.scale.block
     if isinstance(block, str):
-        raise ValueError(f"{t.scheme.name} has blocks of {block}, which are not of rows; {WAY_OUT}")
+        raise ValueError(f"{t.scheme.name} has blocks of {block}, which do not lie along rows; {WAY_OUT}")
     return block[0] if isinstance(block, tuple) else 1
 
 

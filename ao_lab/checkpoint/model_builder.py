@@ -116,8 +116,8 @@ def planned_model(
     _import_model(fields)
     seconds = SECONDS + SECONDS_EACH * count
     late = UnusableNumber(
-        f"{path} describes a model that is not built in {seconds:.0f} s, without its weights; a number in it is far too large, "
-        "fetch it again"
+        f"{path} describes a model that cannot be built in {seconds:.0f} s, without its weights; a number in it is far too "
+        "large, fetch it again"
     )
     with limited_time(seconds, late), parameters_without_memory(2 * count + 64, path), torch.device("meta"):
         plan = _constructed(fields, dtype, path, default)

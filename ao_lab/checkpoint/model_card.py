@@ -183,18 +183,18 @@ KEPT = ("license:", "license_name:", "license_link:", "language:")
 #: What numbers are called.
 LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
-    "accuracy": "next-token accuracy", "agreement": "same first choice as the base model",
-    "kl": "KL from the base model (nats)",
+    "accuracy": "next-token accuracy", "agreement": "top-1 agreement with the base model",
+    "kl": "KL divergence from the base model (nats)",
     "base_token_perplexity": "perplexity per token of the base model",
 }  # fmt: skip
 
 #: What plain readers do with packed weights.
 PLAIN_SPEED = (
-    "transformers makes dense weights while it loads, or at the first forward pass: the files are smaller, the running model "
-    "there is neither smaller nor faster. Programs with kernels for the format, as vLLM, multiply what is stored."
+    "transformers dequantizes the weights when loading, or at the first forward pass: the files are smaller, but the model in "
+    "memory is neither smaller nor faster. Servers with kernels for the format, such as vLLM, compute with the stored weights."
 )
 CONDITIONS = {
-    "text": "text", "windows_begin_with": "each window behind", "tokens": "predicted tokens", "device": "device",
+    "text": "text", "windows_begin_with": "each sequence starts with", "tokens": "predicted tokens", "device": "device",
     "against": "base model",
 }  # fmt: skip
 
@@ -221,11 +221,11 @@ def model_card(
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
-    base_model: what it was made of (a name on the Hub, or a folder, of which only the last part is shown); by default what
-    config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout, or what its readers
-    have to know. beside: sentences on tensors that are none of the model's. base_folder: the folder that it was made of, whose
-    card says the licence where this folder's does not. measured: whether eval.json is of these weights. Links out of a folder
-    are not followed.
+    base_model: the model it was quantized from (a name on the Hub, or a folder, of which only the last part is shown). Default:
+    what config.json says. command: how it was made. notes: why the layout is not compressed-tensors, or what loaders of it
+    need to know. beside: sentences on tensors that are not part of the model. base_folder: folder of the base model, whose card
+    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. Links out of a folder are
+    not followed.
     """
     path = Path(folder)
     found = look_at(path)
@@ -347,15 +347,15 @@ def _element(recipe: Recipe) -> str:
 
 def made_of(contents: Contents, base: str, command: str | None) -> str:
     """One sentence on where it comes from, and how, where the command says that."""
-    source = f"Made of {span(base)}" if base else "A quantized model"
-    by = f" by `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
+    source = f"Quantized from {span(base)}" if base else "A quantized model"
+    by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
     methods = re.findall(r"--method[ =](\w+)", command or "")
     data = " with calibration data" if command and "--calibration" in command else ""
-    words = [f"weights by {', '.join(methods)}{data}"] if methods else []
+    words = [f"weights quantized by {', '.join(methods)}{data}"] if methods else []
     if command and not methods and "--plan" not in command:
         words = ["weights rounded to nearest"]
     if any("input_scale" in weight.names for weight in contents.records.weights.values()):
-        words.append("static scales of inputs")
+        words.append("static activation scales")
     elif command and not data:
         words.append("without calibration data")
     return f"{source}{by}: {', '.join(words)}." if words else f"{source}{by}."
@@ -372,7 +372,7 @@ def scheme_table(contents: Contents) -> str:
         rows.append([f"{known}: {span(name)}", str(len(weights)), *map(number, sizes(weights))])
     dense = sum(contents.folder.specs[name].bytes for name in contents.records.dense)
     every = sizes(contents.records.weights.values())
-    rows.append(["left as they were", str(len(contents.records.dense)), "", number(dense), number(dense)])
+    rows.append(["unquantized", str(len(contents.records.dense)), "", number(dense), number(dense)])
     rows.append(["all", "", "", number(every[1] + dense), number(every[2] + dense)])
     return table(rows)
 
@@ -394,7 +394,7 @@ def left_text(contents: Contents) -> str:
     names = [name for name in contents.records.dense if len(specs[name].shape) > 1]
     shown = ", ".join(map(span, names[:MOST_LAYERS]))
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
-    return f"Matrices that stayed: {shown}{more}." if names else "No matrix stayed as it was."
+    return f"Matrices left unquantized: {shown}{more}." if names else "Every matrix is quantized."
 
 
 def cache_text(contents: Contents) -> list[str]:
@@ -404,8 +404,8 @@ def cache_text(contents: Contents) -> list[str]:
         return []
     element, per = scheme
     return [
-        f"Keys and values: static scales of an {'INT8' if element == 'int8' else 'FP8'} cache, one {per} each, for readers of "
-        'kv_cache_scheme (vLLM); here `ao_lab.use_kv_cache_(model, "calibrated")` lets `generate()` store them so.'
+        f"KV cache: static {'INT8' if element == 'int8' else 'FP8'} scales for keys and values, one per {per}, for loaders of "
+        'kv_cache_scheme (vLLM); with ao_lab `ao_lab.use_kv_cache_(model, "calibrated")` applies them in `generate()`.'
     ]
 
 
@@ -415,7 +415,7 @@ def results_section(results: Mapping[str, Any]) -> str:
     if not isinstance(tasks, dict) or not tasks:
         body = "Accuracy was not measured; measure it on your task before you rely on it: `ao-lab eval FOLDER --save`."
     else:
-        rows = [["task", "number", "value"]]
+        rows = [["task", "metric", "value"]]
         for task, numbers in tasks.items():
             for name, value in numbers.items() if isinstance(numbers, dict) else ():
                 if isinstance(value, (int, float)):
@@ -440,36 +440,39 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     plain = all(weight.method == "compressed-tensors" for weight in weights)
     if loader is None:
         called = span(f"ao_lab.load_pretrained({name!r}, model)")
-        return f"{called} fills a model of the same structure.{_why(notes)}"
+        return f"{called} loads it into a model of the same architecture.{_why(notes)}"
     literal = json.dumps(name)
     ours = code("python", "import ao_lab", f"model = ao_lab.load_pretrained({literal})")
     if not plain:
         return "\n\n".join(
             [
-                f"transformers reads this layout once `import ao_lab` has run, and refuses it otherwise.{_why(notes)}",
+                f"transformers loads this layout after `import ao_lab`, and refuses it without.{_why(notes)}",
                 code(
                     "python",
                     "import ao_lab",
                     f"from transformers import {loader.name}",
                     f"model = {loader.name}.from_pretrained({literal})",
                 ),
-                "`dtype=` is what layers compute in; codes and scales stay as they are stored. Without transformers' loader:",
+                "`dtype=` is the dtype of the computation; quantized weights and scales stay as stored. Or with ao_lab alone:",
                 ours,
             ]
         )
     return "\n\n".join(
         [
-            "transformers, with `pip install compressed-tensors` and without ao_lab:",
+            "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
             PLAIN_SPEED,
             *(
-                ["What readers have to know:\n\n" + "\n".join(f"- {note(one)}" for one in notes)]
+                [
+                    "What differs from the configuration, and from ao_lab:\n\n"
+                    + "\n".join(f"- {note(one)}" for one in notes)
+                ]
                 if notes
                 else []
             ),
-            "Served:",
+            "With vLLM:",
             _served(contents, weights, name),
-            "Quantized as it was made, with ao_lab:",
+            "With ao_lab, which computes with the stored weights:",
             ours,
         ]
     )
@@ -499,9 +502,9 @@ def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: s
 def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
     if not is_served(contents.config):
         kind = architecture_of(contents.config) or "this model"
-        return f"{kind} is not among the models that vLLM lists for text generation."
+        return f"vLLM does not list {kind} among its models for text generation."
     if not all(map(_has_served_format, weights)):
-        return "vLLM lists no kernels for all of these formats."
+        return "vLLM does not list kernels for all of these formats."
     return code("sh", f"vllm serve {shlex.quote(one_line(name))}")
 
 

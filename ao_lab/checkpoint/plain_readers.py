@@ -48,8 +48,9 @@ WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or s
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Why nothing is exported in 2:4 storage.
 NO_SPARSE = (
-    "compressed-tensors 0.20 reads no 2:4 storage: its sparse-24-bitmask and marlin-24 are names of earlier versions; quantize "
-    'with sparsity=None for plain readers, or save with layout="ao_lab"'
+    "compressed-tensors 0.20 cannot load 2:4 storage: its sparse-24-bitmask and marlin-24 are names of earlier versions; "
+    "quantize "
+    'with sparsity=None for other loaders, or save with layout="ao_lab"'
 )
 #: The format whose zero points are packed like its codes.
 PACKED = EXPORTS["pack-quantized"]
@@ -83,7 +84,7 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     if export is None or len(t.shape) != 2 or t.block_axis != -1:
         raise ValueError(f"compressed-tensors has no format for {t!r}")
     if dtype not in DTYPES:
-        raise ValueError(f"{t!r}: readers compute in float32, bfloat16 or float16, not {dtype}")
+        raise ValueError(f"{t!r}: loaders compute in float32, bfloat16 or float16, not {dtype}")
     check_recipe(t.recipe)
     _check_groups(t)
     if (reason := unread_zero_points(t.recipe, tuple(t.shape))) is not None:
@@ -106,8 +107,8 @@ def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
             static = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
             return {**tensors, **static}
     raise ValueError(
-        f"{t!r}: a reader of compressed-tensors would see other values (NaN blocks, extreme scales, or an outer scale without "
-        f"an exact reciprocal); {WAY_OUT}"
+        f"{t!r}: a loader of compressed-tensors would compute other values (NaN blocks, extreme scales, or an outer scale "
+        f"without an exact reciprocal); {WAY_OUT}"
     )
 
 
@@ -115,7 +116,7 @@ def check_recipe(recipe: Recipe) -> None:
     """ValueError where no reader of compressed-tensors computes a recipe, however the folder is read."""
     if recipe.rotation:
         raise ValueError(
-            f"readers of compressed-tensors take inputs as they are, and {recipe} mixes blocks of {recipe.rotation} of them; "
+            f"loaders of compressed-tensors do not transform inputs, and {recipe} mixes blocks of {recipe.rotation} of them; "
             f"{WAY_OUT}"
         )
     if export_of(recipe) is None:
@@ -125,7 +126,7 @@ def check_recipe(recipe: Recipe) -> None:
         return
     if not is_as_read(inputs):
         raise ValueError(
-            f"readers of compressed-tensors quantize inputs by other rules than {inputs.name}, and would compute another "
+            f"loaders of compressed-tensors quantize inputs by other rules than {inputs.name}, and would compute another "
             f"model; {WAY_OUT}"
         )
     if weight.zero is not None and export_of(recipe) is PACKED:
@@ -140,7 +141,7 @@ def _check_groups(t: QuantizedTensor) -> None:
     scheme = t.recipe.activation
     group, length = 1 if scheme is None else scheme.scale.block, t.shape[-1]
     if isinstance(group, int) and group > 0 and length % group:
-        raise ValueError(f"readers want inputs in whole groups of {group}, and rows have {length}")
+        raise ValueError(f"loaders need inputs in whole groups of {group}, and rows have {length}")
 
 
 def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:
@@ -155,7 +156,7 @@ def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:
     if rows * scheme.format.bits > 8 * WORD_BYTES or groups == 1:
         return None
     return (
-        f"compressed-tensors 0.20 cannot read the packed zero points of {rows} rows, which fill no more than one word of "
+        f"compressed-tensors 0.20 cannot read the packed zero points of {rows} rows, which fit in one word of "
         f"{8 * WORD_BYTES} bits"
     )
 
@@ -170,7 +171,7 @@ def _loading(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
     if not decoded_in_bfloat16(t.scheme) or dtype == torch.bfloat16:
         return []
     return [
-        f"readers make weights of {t.scheme.name} in bfloat16, and products with {_name(dtype)} inputs fail: read it with "
+        f"loaders make weights of {t.scheme.name} in bfloat16, and matmuls with {_name(dtype)} inputs fail: read it with "
         f"dtype=torch.bfloat16, or quantize the model in bfloat16"
     ]
 
@@ -190,7 +191,7 @@ def _wants_dequantizing(
         return True
     if packed:
         raise ValueError(
-            f"{t!r}: readers dequantize weights with packed zero points in the dtype of their scales, {_name(kept)}, which "
+            f"{t!r}: loaders dequantize weights with packed zero points in the dtype of their scales, {_name(kept)}, which "
             f"rounds values of {_name(dtype)}; take float32 scales; {WAY_OUT}"
         )
     return False
@@ -205,8 +206,8 @@ def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.d
         return []
     inputs = "" if t.recipe.activation is None else ", which leaves inputs as they are"
     return [
-        f"scales: readers that keep codes, as vLLM does and transformers without dequantize=True{inputs}, round the float32 "
-        f"scales of {t.scheme.name} to {_name(dtype)}"
+        f"scales: loaders that keep quantized values, as vLLM does and transformers without dequantize=True{inputs}, round "
+        f"the float32 scales of {t.scheme.name} to {_name(dtype)}"
     ]
 
 
@@ -215,7 +216,7 @@ def _static(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
     scale = t.input_scale
     if scale is None or torch.equal(scale.to(dtype).to(scale.dtype), scale):
         return []
-    return [f"input scales: readers round float32 scales of inputs to {_name(dtype)}"]
+    return [f"input scales: loaders round float32 scales of inputs to {_name(dtype)}"]
 
 
 def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
@@ -226,13 +227,13 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     )
     if dtype == torch.float32 and rounded:
         notes.append(
-            "float32 scales: with dtype=torch.bfloat16 readers that keep codes round each by up to 0.4 percent; read the "
-            "folder in float32, or quantize the model in bfloat16"
+            "float32 scales: with dtype=torch.bfloat16 loaders that keep quantized values round each by up to 0.4 percent; "
+            "read the folder in float32, or quantize the model in bfloat16"
         )
     scheme = t.recipe.activation
     if scheme is not None:
         notes.append(
-            "inputs: transformers leaves them unquantized where it is told dequantize=True; its outputs differ then"
+            "inputs: transformers leaves them unquantized with dequantize=True; its outputs differ then"
         )
     if scheme is not None and scheme.scale.block == -1:
         notes.append(
@@ -247,7 +248,7 @@ def refusal(reasons: Sequence[str]) -> str:
     told = "; ".join(reason.removesuffix(f"; {WAY_OUT}") for reason in reasons[:5])
     # Some reasons have a way out of their own.
     end = "" if "layout=" in told else f"; {WAY_OUT}"
-    return f"compressed-tensors cannot hold this model: {told}{end}"
+    return f"compressed-tensors cannot store this model: {told}{end}"
 
 
 def _name(dtype: torch.dtype) -> str:

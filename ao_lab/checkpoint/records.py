@@ -402,7 +402,7 @@ def dense_names(
         for full in one.names.values():
             if used.setdefault(full, name) != name:
                 raise ValueError(
-                    f"{folder.path}: {shown(name)} and {shown(used[full])} are both made of {shown(full)}; fetch it again"
+                    f"{folder.path}: {shown(name)} and {shown(used[full])} are both made from {shown(full)}; fetch it again"
                 )
     return tuple(name for name in folder.specs if name not in used)
 

@@ -63,7 +63,7 @@ def _unfinished(module: nn.Module) -> str | None:
     """Why a module's weights are not what it computes with; None where they are."""
     kind = type(module)
     if isinstance(module, LoRALinear):
-        return f"adapters beside a frozen weight; step='convert' merges them: {CONVERT}"
+        return f"adapters on a frozen weight; step='convert' merges them: {CONVERT}"
     if isinstance(module, SparseLinear):
         return "trains with a sparse weight; call finish_sparsity_(model) first"
     if isinstance(module, QATModule):
@@ -85,19 +85,19 @@ def _adapted(module: nn.Module) -> str:
     told = f"{type(module).__name__} of peft"
     if any(isinstance(p, SparseQuantizedTensor) for p in module.parameters()):
         return (
-            f"{told} beside 2:4 storage, into which no update is merged; the adapters' own save_pretrained writes these, "
+            f"{told} on 2:4 storage, into which updates cannot be merged; the adapters' own save_pretrained writes these, "
             f"unload() leaves the model without them"
         )
-    return f"{told}; merge_and_unload() makes it plain, the adapters' own save_pretrained writes these alone"
+    return f"{told}; merge_and_unload() makes it an ordinary weight, the adapters' own save_pretrained saves only these"
 
 
 def _computed(module: nn.Module) -> str | None:
     """What computes a weight from parameters of other names; None where nothing does."""
     if is_parametrized(module):
-        return "a parametrization computes a weight; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
+        return "a parametrization computes a weight; remove it with torch.nn.utils.parametrize.remove_parametrizations"
     for hook in module._forward_pre_hooks.values():
         if (remove := next((way for kind, way in NORMS.items() if isinstance(hook, kind)), None)) is not None:
-            return f"a {type(hook).__name__} hook computes a weight; {remove} makes it plain"
+            return f"a {type(hook).__name__} hook computes a weight; {remove} makes it an ordinary weight"
     return None
 
 
@@ -130,8 +130,8 @@ def _check_state(model: nn.Module) -> None:
     wrapped = [name for name in state if any(part in PREFIXES for part in name.split("."))]
     if wrapped:
         raise ValueError(
-            f"{shorten(wrapped)}: a wrapper inside the model renames weights, and readers would miss them; take the wrappers "
-            f"of torch.compile and FSDP off first (module.compile() and fully_shard rename nothing)"
+            f"{shorten(wrapped)}: a wrapper inside the model renames weights, so that loaders would not find them; take the "
+            "wrappers of torch.compile and FSDP off first (module.compile() and fully_shard rename nothing)"
         )
     if missing := [name for name in quantized if not isinstance(state.get(name), QuantizedTensor)]:
         raise ValueError(
@@ -139,5 +139,5 @@ def _check_state(model: nn.Module) -> None:
         )
     if sharded := [name for name, value in state.items() if hasattr(value, "full_tensor")]:
         raise ValueError(
-            f"{shorten(sharded)} are distributed: gather the full weights into a plain model on one rank, and save that"
+            f"{shorten(sharded)} are distributed: gather the full weights into an unsharded model on one rank, and save that"
         )

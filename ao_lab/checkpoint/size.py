@@ -33,7 +33,7 @@ ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of one weight: of its codes (or elements, where it is dense), scales and zero points."""
+    """Bytes of one weight: of its quantized values (or elements, if it is unquantized), scales and zero points."""
 
     codes: int
     scales: int = 0

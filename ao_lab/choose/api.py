@@ -72,7 +72,7 @@ def choose_(
     `Bits(4.25)` (stored bits a parameter, all counted), `Bytes(n)` or `Microseconds(t, rows=1)`, each of the layers that
     are chosen for alone; or several of them, whose choices share the pass over data, the quantized weights and what is
     measured. filter_fn: which layers, as for `quantize_`. score: "fisher", or an earlier `Choice` of the same model and
-    options, whose scores are taken: another budget without another pass. groups: which layers take one option: labels by
+    options, whose scores are reused: another budget without another pass. groups: which layers take one option: labels by
     full name of a weight, or a function of it; None ties layers that are joined into one matrix where a model is served and
     those of one parent that read one tensor; {} ties none. measure: batches to measure by; None holds out every fourth of
     the calibration's, or of a single batch's sequences. candidates: settings of one's own by name, which are

@@ -55,7 +55,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Bits(_Stored):
-    """Stored bits for each parameter of the weights that are chosen for, all they store counted: codes, scales, zero points."""
+    """Average stored bits per parameter of the selected weights, all included: quantized values, scales, zero points."""
 
     bits: float
 
@@ -91,14 +91,14 @@ class Bytes(_Stored):
 
 @dataclass(frozen=True)
 class Microseconds:
-    """Time of the products of all layers, one after the other, by inputs of so many rows (tokens)."""
+    """Total time of the layers' matmuls, one after the other, for inputs of this many tokens."""
 
     time: float
     rows: int = 1
     launches: str = "graph"
 
     def __post_init__(self) -> None:
-        _check_number("Microseconds", self.time, "it is the sum over the chosen layers' products")
+        _check_number("Microseconds", self.time, "it is the sum over the chosen layers' matmuls")
         if type(self.rows) is not int or self.rows < 1:
             raise ValueError(f"Microseconds: rows is an integer of at least 1, got {self.rows!r}")
         Limits(None, None, self.launches)
@@ -157,7 +157,7 @@ def _seconds(choice: TunedChoice) -> float:
     if seconds is None:
         reasons = "; ".join(f"{one.kernel}: {one.reason}" for one in choice.candidates)
         raise ValueError(
-            f"Microseconds: no function for this product could be timed ({reasons}); give Bits or Bytes"
+            f"Microseconds: no kernel for this matmul could be timed ({reasons}); give Bits or Bytes"
         )
     return seconds
 

@@ -160,7 +160,7 @@ class Scoring:
         if missing:
             raise ValueError(
                 f"no input, or no gradient, reached {shorten(missing)}; give calibration data that reaches these layers by "
-                f"calling their modules, or leave them out by filter_fn"
+                f"calling their modules, or exclude them with filter_fn"
             )
         return {
             item.name: {

@@ -14,12 +14,25 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ao_lab.cli.compare import command as compare_command
+from ao_lab.cli.options import (
+    CALIBRATION,
+    CORPUS,
+    LENGTH,
+    MODEL_FOLDER,
+    AsJson,
+    Device,
+    FileFormat,
+    Launches,
+    Layout,
+    OnDevice,
+    Skip,
+)
 from ao_lab.cli.plot import app as plot_app
 from ao_lab.cli.plugins import Commands
 from ao_lab.cli.terminal import (
@@ -37,51 +50,13 @@ from ao_lab.install.extras import MissingExtra, explained
 app = typer.Typer(
     name="ao-lab",
     cls=Commands,
-    help="A laboratory for low-precision deep learning: formats, schemes and the experiments that measure them.",
+    help="Low-precision deep learning: quantize, calibrate, evaluate and export models; number formats and schemes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.add_typer(plot_app, name="plot")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-
-
-class Device(StrEnum):
-    """Where an experiment runs."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-Skip = Annotated[
-    list[str] | None,
-    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN: lm_head, vision_tower."),
-]
-OnDevice = Annotated[Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")]
-
-
-class Launches(StrEnum):
-    """How a tuned model runs."""
-
-    EAGER = "eager"
-    GRAPH = "graph"
-
-
-class FileFormat(StrEnum):
-    """Files of other programs."""
-
-    GGUF = "gguf"
-    ONNX = "onnx"
-
-
-class Layout(StrEnum):
-    """How quantized weights are stored."""
-
-    AUTO = "auto"
-    COMPRESSED_TENSORS = "compressed-tensors"
-    OURS = "ao_lab"
 
 
 @app.command()
@@ -91,7 +66,7 @@ def formats(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Number formats: range, precision, specials; with a name the table of its values."""
+    """List number formats: range, precision, special values; with a name, all its values."""
     from ao_lab.cli.listings import show_formats
 
     show_formats(name, as_json)
@@ -104,7 +79,7 @@ def schemes(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Schemes: how a tensor is stored; with a name every field of its record."""
+    """List quantization schemes (element format, scales, zero points); with a name, all its fields."""
     from ao_lab.cli.listings import show_schemes
 
     show_schemes(name, as_json)
@@ -117,7 +92,7 @@ def configs(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Configurations of ao-lab quantize; with a name its options and their defaults."""
+    """List configurations for ao-lab quantize; with a name, its options and their defaults."""
     from ao_lab.cli.listings import show_configs
 
     show_configs(name, as_json)
@@ -125,8 +100,8 @@ def configs(
 
 @app.command()
 def quantize(
-    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
-    out_dir: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
+    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    out_dir: Annotated[Path, typer.Argument(help="Output folder; new or empty.")],
     config: Annotated[
         str | None,
         typer.Option(
@@ -135,76 +110,82 @@ def quantize(
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="In place of --config: what ao-lab choose wrote, a configuration for each layer."),
+        typer.Option(help="Instead of --config: the plan of ao-lab choose, a configuration for each layer."),
     ] = None,
     activation: Annotated[
         str | None,
         typer.Option(
-            help="Scheme of the layers' inputs. Default: the configuration's own, of a scheme none."
+            help="Scheme of the activations (layer inputs). Default: the configuration's; with a scheme, none (weight-only)."
         ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="NAME=VALUE, an option of the configuration, such as group_size=32; any number of times."
-        ),
+        typer.Option(help="NAME=VALUE, an option of the configuration, such as group_size=32; repeatable."),
     ] = None,
     skip: Skip = None,
     sparsity: Annotated[
         str | None,
         typer.Option(
-            help="2:4: prune linear layers by magnitude first, and store the kept half (--layout ao_lab)."
+            help="2:4: prune linear weights by magnitude first and store the compressed half (--layout ao_lab)."
         ),
     ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="A text file (or wikitext2 with --corpus-path) that methods read the inputs of layers from, of the kind that "
-            "the model is for.",
+            rich_help_panel=CALIBRATION,
+            help="Calibration data: a text file, or wikitext2 with --corpus-path. Use text like that the model will see.",
         ),
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="How scales and codes are found, any number of times: rotate, smooth, awq, clip, hqq, gptq, autoround, bias; "
-            "kv: scales of a static cache. Default: rounding."
+            rich_help_panel=CALIBRATION,
+            help="Quantization algorithm, repeatable: rotate, smooth, awq, clip, hqq, gptq, autoround, bias; kv: static scales "
+            "of a KV cache. Default: round to nearest.",
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="With --calibration: windows of text.")] = 128,
-    length: Annotated[int, typer.Option(help="With --calibration: tokens of a window.")] = 512,
+    windows: Annotated[
+        int, typer.Option(rich_help_panel=CALIBRATION, help="Number of calibration sequences.")
+    ] = 128,
+    length: Annotated[int, typer.Option(rich_help_panel=CALIBRATION, help=LENGTH)] = 512,
     corpus_path: Annotated[
         Path | None,
-        typer.Option(help="With --calibration: the folder of the corpus that holds a named text."),
+        typer.Option(rich_help_panel=CALIBRATION, help=CORPUS),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="With --calibration: a folder for finished blocks; the same command goes on behind them."
+            rich_help_panel=CALIBRATION,
+            help="Folder for finished blocks; after an interruption the same command resumes there.",
         ),
     ] = None,
     stream: Annotated[
         bool,
         typer.Option(
             "--stream",
-            help="With --calibration: one block at a time on the device, weights read from files, data on the host.",
+            rich_help_panel=CALIBRATION,
+            help="Keep one transformer block at a time on the device; weights are read from files, activations stay in host "
+            "memory.",
         ),
     ] = False,
     device: Annotated[
         Device | None,
-        typer.Option(help="With --method: where the model is while it is quantized. Default: cpu."),
+        typer.Option(
+            rich_help_panel=CALIBRATION, help="Device on which --method quantizes the model. Default: cpu."
+        ),
     ] = None,
     layout: Annotated[
         Layout,
         typer.Option(
-            help="auto: compressed-tensors, the configuration changed to what its readers compute (told), or ao_lab where that "
-            "cannot be. compressed-tensors: the configuration as it is. ao_lab: everything; transformers reads it after "
-            "`import ao_lab`."
+            help="auto: compressed-tensors if possible, the configuration adapted to what its loaders compute (changes are "
+            "printed), else ao_lab. compressed-tensors: the configuration unchanged, or an error. ao_lab: any configuration; "
+            "transformers loads it after `import ao_lab`."
         ),
     ] = Layout.AUTO,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize a model of transformers; the result loads there and in vLLM."""
+    """Quantize a Hugging Face model; the result loads in transformers and vLLM."""
     from ao_lab.cli.terminal import whole_or_nothing, work
 
     with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
@@ -215,11 +196,11 @@ def quantize(
         if config is None:
             if plan is None:
                 raise WrongInput(
-                    "give --config NAME (ao-lab configs lists them), or --plan FILE of ao-lab choose"
+                    "give --config NAME (ao-lab configs lists them), or --plan FILE, written by ao-lab choose"
                 )
             if activation or option or skip or sparsity:
                 raise WrongInput(
-                    "a plan says which layers have which configuration; leave --config and its options out"
+                    "--plan already assigns a configuration to each layer; drop --activation, --option, --skip and --sparsity"
                 )
             from ao_lab.cli.choose import run_plan
 
@@ -227,7 +208,7 @@ def quantize(
             return
         if plan is not None:
             raise WrongInput(
-                "--config is one configuration, and --plan one for each layer; give one of the two"
+                "--config is one configuration for all layers, --plan one for each layer; give only one of them"
             )
         from ao_lab.cli.quantize import run_quantize
 
@@ -247,15 +228,15 @@ def quantize(
 
 @app.command()
 def export(
-    model_dir: Annotated[Path, typer.Argument(help="A folder of ao-lab quantize.")],
-    out_file: Annotated[Path, typer.Argument(help="Where to write; a file that is not there yet.")],
+    model_dir: Annotated[Path, typer.Argument(help="Folder written by ao-lab quantize.")],
+    out_file: Annotated[Path, typer.Argument(help="Output file; must not exist yet.")],
     format: Annotated[
         FileFormat | None,
-        typer.Option(help="What to write. Default: by the end of the file's name."),
+        typer.Option(help="File format. Default: by the suffix of OUT_FILE."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a quantized model for another program: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""
+    """Export a quantized model: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""
     from ao_lab.cli.terminal import work
 
     with work("export", f"{out_file} was not written", as_json):
@@ -266,53 +247,59 @@ def export(
 
 @app.command()
 def choose(
-    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The plan, for ao-lab quantize --plan.")],
+    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Output file: the plan for ao-lab quantize --plan.")
+    ],
     config: Annotated[
         list[str],
         typer.Option(
-            help="An option that a layer may get, any number of times: NAME, or 'NAME key=value ...' as --config and --option "
-            "of ao-lab quantize; dense leaves a layer."
+            help="A candidate configuration, repeatable: NAME, or 'NAME key=value ...' as --config and --option of ao-lab "
+            "quantize; dense leaves a layer unquantized."
         ),
     ],
     calibration: Annotated[
         str,
         typer.Option(
             metavar="TEXT",
-            help="A text file (or wikitext2 with --corpus-path) that options are scored and measured by.",
+            help="Calibration data that candidates are scored on: a text file, or wikitext2 with --corpus-path.",
         ),
     ],
-    bits: Annotated[float | None, typer.Option(help="Budget: stored bits a weight, scales and all.")] = None,
-    size: Annotated[int | None, typer.Option("--bytes", help="Budget: bytes of the chosen weights.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Budget: average stored bits per weight, scales included.")
+    ] = None,
+    size: Annotated[int | None, typer.Option("--bytes", help="Budget: bytes of the weights.")] = None,
     microseconds: Annotated[
         float | None,
-        typer.Option(help="Budget: time of the chosen layers' products, measured on the device."),
+        typer.Option(help="Budget: total time of the layers' matmuls, measured on the device."),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="With --microseconds: tokens at once. Default: 1.")
+        int | None, typer.Option(min=1, help="With --microseconds: tokens per forward pass. Default: 1.")
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="How codes are found, as for ao-lab quantize: clip, hqq, gptq, autoround, rotate."),
+        typer.Option(help="Quantization algorithm, repeatable: clip, hqq, gptq, autoround, rotate."),
     ] = None,
     skip: Skip = None,
-    windows: Annotated[int, typer.Option(help="Windows of text; a fourth is held out to measure by.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    windows: Annotated[
+        int, typer.Option(help="Number of sequences; a quarter is held out for evaluation.")
+    ] = 32,
+    length: Annotated[int, typer.Option(help=LENGTH)] = 512,
     corpus_path: Annotated[
         Path | None,
-        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+        typer.Option(help=CORPUS),
     ] = None,
     layout: Annotated[
         Layout,
         typer.Option(
-            help="compressed-tensors: options as readers of that layout compute them. Else as they are."
+            help="compressed-tensors: candidates as loaders of that layout compute them. Otherwise unchanged."
         ),
     ] = Layout.AUTO,
-    seed: Annotated[int, typer.Option(help="Of the labels that are drawn from the model.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, of labels sampled from the model.")] = 0,
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a configuration for each layer under a budget of bits, bytes or time, and measure the choice."""
+    """Mixed precision: choose a configuration per layer under a budget of bits, bytes or time, and measure the result."""
     from ao_lab.cli.terminal import work
 
     with work("choose", f"no plan was written to {out}", as_json):
@@ -329,43 +316,47 @@ def choose(
 
 @app.command()
 def probe(
-    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
+    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
     data: Annotated[
         str,
         typer.Option(
             metavar="TEXT",
-            help="A text file (or wikitext2 with --corpus-path); other models: .safetensors or .npz of their arguments.",
+            help="Data: a text file, or wikitext2 with --corpus-path; for other models a .safetensors or .npz of their inputs.",
         ),
     ],
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Any number of times: a recipe (rowwise), a scheme of weights (nf4), 'WEIGHT x INPUT', or a configuration, "
-            "'NAME key=value ...'. Default: rowwise."
+            help="What to try, repeatable: a training recipe (rowwise), a weight scheme (nf4), 'WEIGHT x INPUT', or a "
+            "configuration, 'NAME key=value ...'. Default: rowwise."
         ),
     ] = None,
     skip: Skip = None,
     budget: Annotated[
-        float, typer.Option(help="What outputs may move by, in their standard deviations.")
+        float, typer.Option(help="Largest acceptable change of the outputs, in their standard deviations.")
     ] = 0.05,
-    tokens: Annotated[int, typer.Option(help="Tokens that are sampled of each layer's inputs.")] = 1024,
-    windows: Annotated[int, typer.Option(help="Windows of text; a fourth is held out to measure by.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens sampled from each layer's inputs.")] = 1024,
+    windows: Annotated[
+        int, typer.Option(help="Number of sequences; a quarter is held out for evaluation.")
+    ] = 32,
+    length: Annotated[int, typer.Option(help=LENGTH)] = 512,
     directions: Annotated[
         int,
-        typer.Option(min=1, help="Backward passes of each batch; more predict sharper from few examples."),
+        typer.Option(
+            min=1, help="Backward passes per batch; more give a better prediction from few examples."
+        ),
     ] = 4,
     corpus_path: Annotated[
         Path | None,
-        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+        typer.Option(help=CORPUS),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
-    seed: Annotated[int, typer.Option(help="Of the tokens and directions that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, of sampled tokens and directions.")] = 0,
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which layers are safe in low precision, which would be quick, and why: errors on data, and what they cost the outputs."""
+    """Which layers are safe in low precision, which would be faster, and why: errors on data, and their effect on outputs."""
     from ao_lab.cli.terminal import work
 
     with work("probe", "no report was written", as_json):
@@ -393,49 +384,50 @@ def probe(
 @app.command("eval")
 def evaluate(
     model_dir: Annotated[
-        Path, typer.Argument(help="A folder of ao-lab quantize, of torchao, or of transformers.")
+        Path,
+        typer.Argument(help="Model folder, quantized (ao_lab, compressed-tensors, torchao, ...) or not."),
     ],
     tasks: Annotated[
         list[str] | None,
         typer.Option(
             "--tasks",
-            help="perplexity, accuracy, agreement, weights, or tasks of lm-evaluation-harness; commas or several times.",
+            help="perplexity, accuracy, agreement, weights, or tasks of lm-evaluation-harness; comma-separated or repeated.",
         ),
     ] = None,
-    limit: Annotated[
-        int, typer.Option(help="Windows of text (and examples of each task of the harness).")
-    ] = 32,
+    limit: Annotated[int, typer.Option(help="Number of sequences (and of examples per harness task).")] = 32,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a window. Default: 512, or the model's context if shorter.")
+        int | None, typer.Option(help="Tokens per sequence. Default: 512, or the model's context if shorter.")
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(help="A text file, or wikitext2 with --corpus-path. Default: Python source, of sympy."),
+        typer.Option(
+            help="A text file, or wikitext2 with --corpus-path. Default: Python source code of sympy."
+        ),
     ] = None,
     corpus_path: Annotated[
         Path | None,
-        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+        typer.Option(help=CORPUS),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Harness: examples before each question. Default: the task's own.")
+        int | None, typer.Option(help="Harness: few-shot examples. Default: that of the task.")
     ] = None,
     batch_size: Annotated[
-        str | None, typer.Option(help="Harness: requests at once, a number, auto or auto:N. Default: 1.")
+        str | None, typer.Option(help="Harness: batch size, a number, auto or auto:N. Default: 1.")
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Harness: ask by the tokenizer's chat template.")
+        bool, typer.Option("--apply-chat-template", help="Harness: apply the tokenizer's chat template.")
     ] = False,
     include_path: Annotated[
-        Path | None, typer.Option(help="Harness: a folder with further tasks (YAML).")
+        Path | None, typer.Option(help="Harness: folder with additional tasks (YAML).")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Folder of the base model to compare with.")] = None,
     device: OnDevice = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Write eval.json, and the results into the card.")
+        bool, typer.Option("--save", help="Write eval.json, and add the results to the model card.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity, accuracy and distance from the base model, offline; tasks of lm-evaluation-harness where it is."""
+    """Evaluate: perplexity, accuracy, KL divergence from the base model (offline); lm-evaluation-harness tasks if installed."""
     from ao_lab.cli.terminal import work
 
     with work("eval", "no result was saved", as_json):
@@ -457,40 +449,54 @@ def evaluate(
         )
 
 
+app.command("compare")(compare_command)
+
+
 @app.command()
 def tune(
     model_dir: Annotated[
-        Path, typer.Argument(help="A folder of transformers, or one of quantized weights, tuned as it is.")
+        Path,
+        typer.Argument(
+            help="Folder of a Hugging Face model, or of a quantized one, which is tuned as it is."
+        ),
     ],
-    recipe: Annotated[str | None, typer.Option(help="Tune training by this recipe, such as rowwise.")] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Tune the model quantized by this configuration or scheme.")
+    recipe: Annotated[
+        str | None, typer.Option(help="Tune training with this recipe, such as rowwise.")
     ] = None,
-    activation: Annotated[str | None, typer.Option(help="As for ao-lab quantize, with --config.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="As for ao-lab quantize, with --config.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Tune inference, quantized with this configuration or scheme.")
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="With --config: as for ao-lab quantize.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="With --config: as for ao-lab quantize.")] = None,
     skip: Skip = None,
     pad: Annotated[
-        bool, typer.Option("--pad", help="With --recipe: pad lengths that it does not take.")
+        bool, typer.Option("--pad", help="With --recipe: pad dimensions that it does not support.")
     ] = False,
     rows: Annotated[
         list[int] | None,
         typer.Option(
             min=1,
-            help="Rows (tokens) to measure, any number of times. Default: 1 and 512, with --recipe 2048.",
+            help="Tokens per forward pass (batch size x sequence length) to measure, repeatable. Default: 1 and 512; with "
+            "--recipe 2048.",
         ),
     ] = None,
     launches: Annotated[
-        Launches, typer.Option(help="How the model runs: graph is CUDA graphs, and torch.compile with them.")
+        Launches,
+        typer.Option(help="eager, or graph: CUDA graphs, as with torch.compile mode reduce-overhead."),
     ] = Launches.EAGER,
-    error: Annotated[float | None, typer.Option(help="The largest error of a product, such as 0.05.")] = None,
+    error: Annotated[
+        float | None, typer.Option(help="Largest relative error of a matmul, such as 0.05.")
+    ] = None,
     time: Annotated[
         float | None,
-        typer.Option(help="Take the smallest error within so many times the quickest time, such as 1.2."),
+        typer.Option(
+            help="Choose the most accurate kernel within this factor of the fastest time, such as 1.2."
+        ),
     ] = None,
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure which kernels a model's layers are quickest with on this device, and save the choices."""
+    """Measure the fastest kernel for each layer on this device, and save the choices."""
     from ao_lab.cli.terminal import work
 
     with work("tune", "no choice was saved", as_json):
@@ -505,7 +511,7 @@ def tune(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """What this machine can run, and why not; exit code 1 where something is broken."""
+    """Check what this machine can run, and why not; exit code 1 if something is broken."""
     from ao_lab.cli.doctor import report
 
     if not report(as_json):
@@ -532,7 +538,7 @@ def options(
             "-v",
             "--verbose",
             count=True,
-            help="Say on stderr what is done (the logger ao_lab); -vv says more.",
+            help="Log progress to stderr (logger ao_lab); -vv logs details.",
         ),
     ] = 0,
 ) -> None:
@@ -562,7 +568,7 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(*described(error))
     except typer.TyperException as error:
         words = error.format_message()
-        return complain(f"{words} (ao-lab --help lists what there is)", error.exit_code) if words else 2
+        return complain(f"{words} (see ao-lab --help)", error.exit_code) if words else 2
 
 
 def described(error: OSError | ImportError) -> tuple[str, int]:

@@ -54,18 +54,16 @@ class Calibration:
         reading = [method.name for method in methods if method.calibrates]
         if reading and self.text is None:
             raise WrongInput(
-                f"--method {reading[0]} reads the inputs of layers; give --calibration TEXT, a file of text"
+                f"--method {reading[0]} needs calibration data; give --calibration TEXT, a text file"
             )
         if self.text is not None and not reading:
-            raise WrongInput(
-                "--calibration is for methods that read it; give --method, clip and gptq, for instance"
-            )
+            raise WrongInput("--calibration is used by methods only; give --method too, such as clip or gptq")
         if self.text is None and self.resume is not None:
             raise WrongInput(
-                "--resume holds blocks that calibration has finished; give --calibration with it"
+                "--resume stores the blocks that calibration has finished; give --calibration too"
             )
         if self.text is None and self.stream:
-            raise WrongInput("--stream says how calibration goes through a model; give --calibration with it")
+            raise WrongInput("--stream is a mode of calibration; give --calibration too")
         return methods
 
     def loader(self) -> Callable[[Path, Config, Any, Progress | None], Any]:

@@ -61,7 +61,7 @@ class Wanted:
         if len(named) != 1:
             raise WrongInput(f"give one budget, {' or '.join(given)}; got {' and '.join(named) or 'none'}")
         if self.rows is not None and self.microseconds is None:
-            raise WrongInput("--rows is of products that --microseconds times; leave it out")
+            raise WrongInput("--rows applies to --microseconds only; drop it")
         try:
             if self.bits is not None:
                 return Bits(self.bits)
@@ -77,7 +77,7 @@ class Wanted:
         from ao_lab.cli.quantize import config_of
 
         if len(set(self.configs)) < 2:
-            raise WrongInput("give --config twice or more, each an option that a layer may get")
+            raise WrongInput("give --config at least twice, once for each candidate configuration")
         found: dict[str, Any] = {}
         for text in dict.fromkeys(self.configs):
             try:
@@ -108,7 +108,7 @@ def run_choose(source: Path, out: Path, wanted: Wanted, as_json: bool) -> None:
     budget, options = wanted.budget(), wanted.options()
     data = wanted.calibration
     if data.text is None:
-        raise WrongInput("give --calibration TEXT, a file of text that options are scored by")
+        raise WrongInput("give --calibration TEXT, a text file on which candidates are scored")
     replace(data, methods=data.methods or ["clip"]).checked()
     check_device(data.device)
     check_writable(out.parent, "the folder of --out")
@@ -160,7 +160,7 @@ def show(choice: Choice, source: Path, out: Path, as_json: bool) -> None:
         [one.name, f"{one.cost:,.0f}", short_number(one.predicted), short_number(one.measured), "yes" if one.fits else "no"]
         for one in choice.trials
     ]  # fmt: skip
-    columns = ["measured", "cost", "KL predicted", "KL measured", "in the budget"]
+    columns = ["measured", "cost", "KL predicted", "KL measured", "within the budget"]
     print_table("KL divergence from the model", columns, found, numbers=columns[1:4])
     for line in (
         choice.heading(),
@@ -193,7 +193,7 @@ def run_plan(
     quantize.check_folders(source, target)
     choice = read_plan(path)
     if calibration.methods and calibration.methods != [one.name for one in choice.methods]:
-        raise WrongInput("--method is part of the plan; leave it out")
+        raise WrongInput("--method is part of the plan; drop it")
     data = replace(calibration, methods=[one.name for one in choice.methods])
     try:
         where = plan_layout(source, choice, layout)
@@ -231,6 +231,6 @@ def plan_layout(source: Path, choice: Choice, layout: str) -> SelectedLayout:
         return SelectedLayout(COMPRESSED, config, given=config if layout == "auto" else None)
     if layout == COMPRESSED:
         raise WrongInput(
-            f"--plan: {in_words(found)}; leave --layout out, or choose with --layout {COMPRESSED}"
+            f"--plan: {in_words(found)}; drop --layout, or run ao-lab choose with --layout {COMPRESSED}"
         )
     return SelectedLayout(OWN, config, reasons=(in_words(found),), given=config)

@@ -38,8 +38,8 @@ MX_CAPABILITY = (10, 0)
 def cpu_found(torch: ModuleType) -> tuple[str, str]:
     """What the CPU is and multiplies quickly, as torch uses it; and its limit, or nothing."""
     found = importlib.import_module(f"{module_name('fast')}.cpu.capability").cpu_capability()
-    detail = f"{cpu_name()}, {cores()} cores, torch on {torch.get_num_threads()} threads: {found}"
-    return detail, "" if found.bfloat16 else "no bfloat16 instructions: such products are slow"
+    detail = f"{cpu_name()}, {cores()} cores, torch uses {torch.get_num_threads()} thread(s): {found}"
+    return detail, "" if found.bfloat16 else "no bfloat16 instructions: bfloat16 matmuls are slow"
 
 
 def cores() -> int:
@@ -124,7 +124,8 @@ def examine() -> list[Finding]:
         library("ml_dtypes", required=True),
         library("torch", required=True),
         library(
-            "numba", remedy="pip install numba (layers of one row on a CPU are several times slower without)"
+            "numba",
+            remedy="pip install numba (without it decoding with quantized layers on a CPU is several times slower)",
         ),
         library("transformers", remedy=f"{pip_install('hf')} (models of transformers)"),
         library("compressed_tensors", remedy=f"{pip_install('hf')} (checkpoints of compressed-tensors)"),
@@ -223,10 +224,10 @@ def probe(package: str, array: Callable[[Any], Any]) -> str:
         module.encode(array(np.asarray(PROBE_INPUT, np.float32)), PROBE_FORMAT),
     )
     quantized = module.quantize(array(np.asarray(BLOCK_INPUT, np.float32)), PROBE_SCHEME)
-    expect(f"{package}.quantize codes", BLOCK_CODES, quantized.codes)
-    expect(f"{package}.quantize scale", (BLOCK_SCALE,), quantized.scale)
+    expect(f"{package}.quantize, quantized values", BLOCK_CODES, quantized.codes)
+    expect(f"{package}.quantize, scale", (BLOCK_SCALE,), quantized.scale)
     expect_values(f"{package}.dequantize", BLOCK_INPUT, module.dequantize(quantized))
-    return f"{PROBE_FORMAT} and {PROBE_SCHEME}: codes as specified"
+    return f"{PROBE_FORMAT} and {PROBE_SCHEME}: bitwise as specified"
 
 
 def expect(what: str, codes: tuple[int, ...], got: Any) -> None:
@@ -269,7 +270,7 @@ def probe_jit() -> str:
     jax, reference = require("jax"), importlib.import_module(module_name("reference"))
     compiled = jax.jit(lambda x: reference.encode(x, PROBE_FORMAT))
     expect("encode under jit", PROBE_CODES, compiled(jax_array(np.asarray(PROBE_INPUT, np.float32))))
-    return f"{PROBE_FORMAT}: codes as specified, {jax.default_backend()} backend"
+    return f"{PROBE_FORMAT}: bitwise as specified, {jax.default_backend()} backend"
 
 
 def probe_experiments() -> str:

@@ -107,8 +107,8 @@ def show(results: Evaluation, as_json: bool) -> None:
     begun = results.conditions.get("windows_begin_with")
     title = f"{results.model} on {results.conditions.get('text', 'tasks')}"
     print_table(
-        f"{title}{f', each window behind {begun}' if begun else ''}",
-        ["task", "number", "value"],
+        f"{title}{f', each sequence starts with {begun}' if begun else ''}",
+        ["task", "metric", "value"],
         rows,
         ["value"],
     )

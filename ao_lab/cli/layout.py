@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"
-ASK = "give --layout ao_lab, a layout that transformers reads after `import ao_lab`"
+ASK = "give --layout ao_lab, a layout that transformers loads after `import ao_lab`"
 READERS = {
-    COMPRESSED: "transformers (with compressed-tensors) and vLLM read it, without ao_lab",
-    OWN: "transformers reads it after `import ao_lab`, and refuses it without; ao_lab.load_pretrained reads it",
+    COMPRESSED: "loads in transformers (with compressed-tensors installed) and in vLLM, without ao_lab",
+    OWN: "loads with ao_lab.load_pretrained, and in transformers after `import ao_lab`; transformers alone refuses it",
 }
 #: How many layers are named, and how many --skip options are proposed.
 MOST = 3
@@ -68,9 +68,9 @@ class SelectedLayout:
             return self
         kept = ways_out(model, found, [name for name in accepts.skip if name in accepts.met])
         if self.given is None:
-            more = f"{kept} leaves what is in the way in high precision, or " if kept else ""
+            more = f"{kept} leaves these layers unquantized, or " if kept else ""
             raise WrongInput(f"{in_words(found)}; {more}{ASK}")
-        more = f"; {kept} leaves what is in the way in high precision" if kept else ""
+        more = f"; {kept} leaves these layers unquantized" if kept else ""
         return self.fallen_back(in_words(found) + more)
 
     def fallen_back(self, reason: str) -> SelectedLayout:
@@ -186,7 +186,7 @@ def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
         reason = plain(str(error))
         if layout != COMPRESSED:
             return SelectedLayout(OWN, config, reasons=(reason,), given=config)
-        more = "; --layout auto takes what readers compute" if _by_auto(config) else ""
+        more = "; --layout auto adapts the configuration to what loaders compute" if _by_auto(config) else ""
         raise WrongInput(f"--config {name}: {reason}; {ASK}{more}") from error
     told = tuple(changes(config.recipe(), wanted.recipe()))
     return SelectedLayout(COMPRESSED, wanted, told, given=None if layout == COMPRESSED else config)
@@ -213,20 +213,22 @@ def say(told: dict[str, Any]) -> None:
         for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
     if told["changes"] and told["layout"] != OWN:
-        out.print("  --layout ao_lab keeps the configuration as it was given", markup=False)
+        out.print("  --layout ao_lab stores the configuration unchanged", markup=False)
 
 
 # `ao-lab quantize --sparsity`: a dense model pruned by magnitude, quantized, its weights stored as their kept codes.
 
 #: What the layout says of it.
-CHANGE = "weights are pruned to {} by magnitude and stored as their kept codes, which compressed-tensors has no format for"
+CHANGE = (
+    "weights are pruned to {} by magnitude and stored compressed, for which compressed-tensors has no format"
+)
 
 
 def select_sparse_layout(config: Config, sparsity: str, layout: str) -> SelectedLayout:
     """Our own layout, and the configuration in 2:4 storage; WrongInput where either cannot be."""
     if layout == COMPRESSED:
         raise WrongInput(
-            f"--sparsity {sparsity}: compressed-tensors has no format of 2:4 weights; leave --layout out"
+            f"--sparsity {sparsity}: compressed-tensors has no format for 2:4 weights; drop --layout compressed-tensors"
         )
     try:
         sparse = replace(config, sparsity=sparsity)
@@ -305,7 +307,9 @@ class SkippedLayers:
         """A report's reason in the words of the command line."""
         skipped = self.names(layer.name.rpartition(".")[0])
         kinds = "only linear layers and experts are quantized"
-        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: {kinds}"
+        refused = f"{layer.kind}: {kinds}"
+        if skipped:
+            refused = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
         return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
             "refused by filter_fn", refused
         )
@@ -314,6 +318,4 @@ class SkippedLayers:
         """WrongInput for names that were given and that no layer has."""
         missing = [name for name in self.skip if name not in self.met]
         if self.given and missing:
-            raise WrongInput(
-                f"--skip {', '.join(missing)}: no layer is called that, or lies in what is called so"
-            )
+            raise WrongInput(f"--skip {', '.join(missing)}: no layer or submodule has this name")

@@ -166,18 +166,18 @@ def show_schemes(name: str | None, as_json: bool) -> None:
     elif as_json:
         print_json([dataclasses.asdict(record) for record in SCHEMES.values()])
     else:
-        columns = ["scheme", "element", "block", "scale", "stored as", "besides"]
+        columns = ["scheme", "element", "block", "scale", "stored as", "also"]
         print_table("Schemes", columns, [scheme_cells(record) for record in SCHEMES.values()])
 
 
 def scheme_cells(record: Scheme) -> list[str]:
     """One scheme as a line of the table."""
-    besides = [f"outer scale per {record.outer.block}"] if record.outer else []
-    besides += [f"zero point as {record.zero.rule}"] if record.zero else []
-    besides += [f"deviations: {len(record.deviations)}"] if record.deviations else []
+    also = [f"outer scale per {record.outer.block}"] if record.outer else []
+    also += [f"zero point as {record.zero.rule}"] if record.zero else []
+    also += [f"deviations: {len(record.deviations)}"] if record.deviations else []
     scale = record.scale
     rule = f"{scale.statistic}/{number(scale.target)} {scale.rule}"
-    return [record.name, record.element, str(scale.block), rule, scale.storage, ", ".join(besides)]
+    return [record.name, record.element, str(scale.block), rule, scale.storage, ", ".join(also)]
 
 
 def flat_fields(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ao_lab.cli.options import AsJson
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, track_progress, work
 
 if TYPE_CHECKING:
@@ -28,12 +29,11 @@ class ThemeName(StrEnum):
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="The file to write: .svg, .png or .pdf.")]
 Look = Annotated[ThemeName, typer.Option(help="The page that the figure is for.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a line.")]
 Schemes = Annotated[
     list[str] | None,
     typer.Option(
         "--scheme",
-        help="A scheme such as mxfp4 (ao-lab schemes), any number of times. Default: eight usual ones.",
+        help="A scheme such as mxfp4 (ao-lab schemes), repeatable. Default: eight common ones.",
     ),
 ]
 

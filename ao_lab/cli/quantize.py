@@ -79,8 +79,8 @@ def copy_the_rest(source: Path, target: Path) -> list[str]:
         shutil.copyfile(file, target / name)
         if name.suffix == ".py":
             left.append(
-                f"copied: {shown(str(name))}, code that a tokenizer or a processor names; transformers runs it where "
-                "trust_remote_code=True is given, ao_lab never does"
+                f"copied: {shown(str(name))}, code of the tokenizer or processor; transformers runs it only with "
+                "trust_remote_code=True, ao_lab never does"
             )
     return left
 
@@ -92,7 +92,7 @@ def _reason(file: Path, name: Path, places: tuple[Path, ...], code: set[str], wh
     if not file.is_file():
         return "no regular file"
     if name.suffix == ".py" and name.name not in code:
-        return "code that no tokenizer or processor names"
+        return "code that no tokenizer or processor refers to"
     heavy = name.name.endswith(HEAVY) and file.stat().st_size > LARGEST
     return "weights in another format" if heavy and not whole else ""
 
@@ -120,8 +120,7 @@ def _names(source: Path, left: list[str], target: Path, parts: set[str]) -> Iter
             and str((place / name).relative_to(source)) not in parts
         ]
         left += [
-            f"left out: {shown(str((place / name).relative_to(source)))}, a model of its own"
-            for name in models
+            f"left out: {shown(str((place / name).relative_to(source)))}, a separate model" for name in models
         ]
         folders[:] = sorted(set(names) - set(models))
         yield from ((place / name).relative_to(source) for name in sorted(files))
@@ -181,12 +180,12 @@ def run_quantize(
     config = config_of(name, activation, options)
     if sparsity is None and config.sparsity is not None:
         raise WrongInput(
-            f"--option sparsity={config.sparsity} is for pruned weights; --sparsity {config.sparsity} prunes them too"
+            f"--option sparsity={config.sparsity} expects pruned weights; use --sparsity {config.sparsity}, which prunes them"
         )
     calibrates = calibration is not None and (calibration.methods or calibration.text is not None)
     if calibrates and sparsity is not None:
         raise WrongInput(
-            f"--sparsity {sparsity} with --method: methods would fill the zeros of pruned weights; leave one out"
+            f"--sparsity {sparsity} with --method: methods would overwrite the zeros of pruned weights; drop one of the two"
         )
     load: Callable[..., Any] = loaded if sparsity is None else sparse_model
     if calibration is not None and calibrates:

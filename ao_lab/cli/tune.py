@@ -47,8 +47,8 @@ SERVED = (1, 512)
 MOST = 2048
 #: What is said of a recipe on a device without FP8 units.
 EMULATED = (
-    "{} has no FP8 units: recipes are emulated there for their numbers, not for speed, so each layer keeps the recipe (all "
-    "products that --error allows); tune on the GPU that trains"
+    "{} has no FP8 units: recipes are emulated there for their accuracy, not for speed, so each layer keeps the recipe (all "
+    "matmuls that --error allows); tune on the GPU that trains"
 )
 
 
@@ -96,7 +96,7 @@ def check_before(folder: Path, wanted: Wanted, device: torch.device) -> None:
     check_folder(folder)
     check_device(wanted.device)
     if wanted.recipe is not None and wanted.config is not None:
-        raise WrongInput("give --recipe, for training, or --config, for a quantized model: not both")
+        raise WrongInput("give either --recipe, for training, or --config, for a quantized model")
     if (wanted.recipe or wanted.config) is None and read_config(folder).get("quantization_config") is None:
         raise WrongInput(
             f"{folder} holds no quantized weights; give --recipe NAME to tune its training, such as rowwise, or --config NAME "
@@ -114,7 +114,7 @@ def check_before(folder: Path, wanted: Wanted, device: torch.device) -> None:
     except ValueError as error:
         words = str(error).replace("error_budget", "--error").replace("time_budget", "--time")
         raise WrongInput(words) from error
-    check_writable(path_of(device).parent, "the folder of choices (AO_LAB_CACHE names another)")
+    check_writable(path_of(device).parent, "the folder of saved choices (set AO_LAB_CACHE to change it)")
 
 
 def prepared(folder: Path, wanted: Wanted, device: torch.device) -> nn.Module:
@@ -152,7 +152,7 @@ def sample_of(model: nn.Module, rows: Sequence[int], longest: int, device: torch
     table: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if name != "input_ids" or table is None:
         raise WrongInput(
-            f"{type(model).__name__} takes {name or 'an unknown input'}, and ao-lab tune makes token ids and images alone; "
+            f"{type(model).__name__} needs {name or 'an unknown input'}, and ao-lab tune only generates token ids and images; "
             f"call ao_lab.tune(model, sample_input) in Python"
         )
     config.use_cache = False
@@ -211,7 +211,9 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         out.print(f"not tuned: {shorten(result['not_tuned'])}", markup=False)
     for note in result["notes"]:
         out.print(note, markup=False)
-    out.print(f"saved in {result['saved']}; layers follow these choices on this device", markup=False)
+    out.print(
+        f"saved in {result['saved']}; layers on this device use these kernels from now on", markup=False
+    )
 
 
 def cells(row: dict[str, Any]) -> list[str]:

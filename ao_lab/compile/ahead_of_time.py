@@ -22,7 +22,7 @@ MODULES = (
 def register_operators() -> None:
     """Register all operators `ao_lab::...` with torch, for programs that C++ loads.
 
-    Operators are registered when they are first asked for (`torch.ops.ao_lab.NAME`, a product, `torch.export.load`), so that an
+    Operators are registered when they are first used (`torch.ops.ao_lab.NAME`, a matmul, `torch.export.load`), so that an
     import takes little time. C++ asks torch's own table alone: call this once, before `torch._inductor.aoti_load_package` of a
     package that holds quantized layers in a process that has not run such layers. It imports the modules of all operators;
     calling it again does nothing. Nothing is compiled, and no GPU is needed.

@@ -122,7 +122,7 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
     anew.
 
     A static cache takes no assisted generation before transformers 5.24, and no cache of the caller's (`past_key_values`, or
-    `cache`): `generate(cache_implementation=None)` goes without it for one call.
+    `cache`): `generate(cache_implementation=None)` does not use it for one call.
 
     `save_pretrained`, ours and transformers', writes the generation_config: the cache with it, the compile_config never. So a
     model that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this
@@ -133,7 +133,7 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
     that (`ao_lab.compile.generation`). frozen: all modules are, which saves host time at every token. From the first call of
     `generate` on no weight is exchanged then, no mode or layer changed, nothing quantized, no module sets an attribute of its
     own in forward that a later call reads; what is would go unseen and the results be wrong. Hooks that are
-    added after that call go unseen with frozen and without, as torch.compile does not look for them. Each frozen model has
+    added after that call go unseen in either case, as torch.compile does not look for them. Each frozen model has
     programs of its own, one that was unpickled too; a deep copy of one shares them, and is as little to be changed.
     `torch.compiler.reset()` lets the next call see it.
 

@@ -72,6 +72,7 @@ class Config:
                 )
         if self.axis is not None and type(self.axis) is not int:
             raise TypeError(f"{type(self).__name__}: axis is an integer or None, got {self.axis!r}")
+        check_group_size(type(self).__name__, getattr(self, "group_size", None))
         check_sparsity(type(self).__name__, self.sparsity, self.recipe())
 
     def recipe(self) -> Recipe:
@@ -141,7 +142,7 @@ class Config:
 
 @dataclass(frozen=True)
 class SchemeConfig(Config):
-    """Any scheme for the weight, any or none for the input: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
+    """Any scheme for weights, any or none for activations: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
 
 
 #: What is for all other layers, and how a regular expression begins.
@@ -242,6 +243,19 @@ def static_scales(scale: Any, zero: Any = None) -> Scales:
             raise ValueError(f"{name} is a positive finite float32, got {value}")
         parts.append(None if part is None else part.reshape(()))
     return Scales(parts[0], None, parts[1])
+
+
+def check_group_size(name: str, given: Any) -> None:
+    """TypeError or ValueError for a `group_size` that is no length of groups."""
+    if given is None:
+        return
+    rule = (
+        f"{name}: group_size is 1 or more weights that share a scale, or -1 for one scale per output channel"
+    )
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(f"{rule}; got {given!r}")
+    if given < 1 and given != -1:
+        raise ValueError(f"{rule}; got {given!r}")
 
 
 def kind_of(given: object) -> str:

@@ -35,7 +35,7 @@ ONLY_INTX: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Int4WeightOnlyConfig(Config):
-    """4-bit integers with zero points in groups: `int4_g{group_size}_asymmetric`. Without zero points: scheme="int4_g128"."""
+    """INT4 weights (W4A16) with zero points in groups: `int4_g{group_size}_asymmetric`. Symmetric: scheme="int4_g128"."""
 
     group_size: int = 128
     set_inductor_config: bool = True
@@ -54,7 +54,7 @@ class Int4WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class Int8WeightOnlyConfig(Config):
-    """8-bit integers, one scale per row (`int8_rowwise`), group or tensor."""
+    """INT8 weights (W8A16), one scale per output channel (`int8_rowwise`), group or tensor."""
 
     group_size: int | None = None
     granularity: Any = PER_ROW
@@ -68,7 +68,7 @@ class Int8WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(Config):
-    """Integers of 1 to 8 bits, one scale (float32, or bfloat16) per row or group. One bit: the two ends of the range."""
+    """Integer weights of 1 to 8 bits, a float32 or bfloat16 scale per output channel or group. One bit: both ends."""
 
     weight_dtype: Any = "int8"
     granularity: Any = ROWS
@@ -88,7 +88,7 @@ class IntxWeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8WeightConfig(Config):
-    """8-bit integers for weight and input, the input's scales (and zero points, if asymmetric) found for each input."""
+    """INT8 weights and activations (W8A8), dynamic: activation scales (and zero points, if asymmetric) at run time."""
 
     act_mapping_type: Any = "SYMMETRIC"
     weight_only_decode: bool = False
@@ -111,7 +111,7 @@ class Int8DynamicActivationInt8WeightConfig(Config):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationIntxWeightConfig(Config):
-    """Integers of 1 to 8 bits for the weight, 8-bit integers with a zero point per token for the input."""
+    """Integer weights of 1 to 8 bits, dynamic INT8 activations with a zero point per token (W4A8 and others)."""
 
     weight_dtype: Any = "int8"
     weight_granularity: Any = GROUPS_OF_32
@@ -138,7 +138,7 @@ STRETCHED = {1.58: "ternary", 2: "stretched2"}
 
 @dataclass(frozen=True)
 class LowBitWeightOnlyConfig(Config):
-    """Weights of 1.58 (three levels), 2, 3 or 4 bits."""
+    """Weights of 1.58 bits (three levels), 2, 3 or 4 bits (meant for QAT)."""
 
     bits: float = 2
     granularity: Any = ROWS
@@ -156,7 +156,7 @@ class LowBitWeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class NF4WeightOnlyConfig(Config):
-    """NF4 with double quantization (QLoRA) for the weight."""
+    """NF4 weights (W4A16) with double quantization, as in QLoRA."""
 
     block_size: int = 64
     scaler_block_size: int = 256
@@ -173,7 +173,7 @@ NO_LAYOUT: dict[str, tuple[Any, ...]] = {"kernel_preference": ("auto",)}
 
 @dataclass(frozen=True)
 class Float8WeightOnlyConfig(Config):
-    """Float8, one scale per row (`fp8_rowwise`), tensor, or block of 128."""
+    """FP8 weights (W8A16), one scale per output channel (`fp8_rowwise`), tensor, or 128x128 block."""
 
     weight_dtype: Any = "float8_e4m3fn"
     set_inductor_config: bool = True
@@ -186,7 +186,7 @@ class Float8WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8WeightConfig(Config):
-    """Float8 for weight and input, the input's scales found for each input. Granularity: PerTensor (as torchao), PerRow, or
+    """FP8 weights and activations (W8A8), dynamic. Granularity: PerTensor (as torchao), PerRow, or
     the pair of PerBlock((1, 128)) for the input and PerBlock((128, 128)) for the weight."""
 
     activation_dtype: Any = "float8_e4m3fn"
@@ -217,7 +217,7 @@ class Float8DynamicActivationFloat8WeightConfig(Config):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationInt4WeightConfig(Config):
-    """4-bit integers in groups of 128 for the weight, float8 per token for the input."""
+    """INT4 weights in groups of 128, dynamic FP8 activations per token (W4A8)."""
 
     int4_packing_format: Any = "plain"
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"int4_packing_format": ("plain", "preshuffled")}
@@ -234,7 +234,7 @@ class Float8DynamicActivationInt4WeightConfig(Config):
 
 @dataclass(frozen=True)
 class MXWeightOnlyConfig(Config):
-    """An MX format (float8, float6, float4 or mxint8) for the weight. Scales by "rceil", as torchao's, or "floor"."""
+    """MX weights (FP8, FP6, FP4 or INT8 in blocks of 32). Scale rounding "rceil", as in torchao, or "floor"."""
 
     weight_dtype: Any = "float8_e4m3fn"
     scaling_mode: Any = "rceil"
@@ -245,7 +245,7 @@ class MXWeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class MXDynamicActivationMXWeightConfig(Config):
-    """MX formats for weight and input, the input's scales found for each input."""
+    """MX weights and activations (MXFP8, MXFP6, MXFP4), dynamic."""
 
     block_size: int = 32
     activation_dtype: Any = "float8_e4m3fn"
@@ -266,7 +266,7 @@ class MXDynamicActivationMXWeightConfig(Config):
 
 @dataclass(frozen=True)
 class NVFP4WeightOnlyConfig(Config):
-    """NVFP4 for the weight."""
+    """NVFP4 weights (W4A16)."""
 
     use_dynamic_per_tensor_scale: bool = True
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"use_dynamic_per_tensor_scale": (True,)}
@@ -277,7 +277,7 @@ class NVFP4WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class NVFP4DynamicActivationNVFP4WeightConfig(Config):
-    """NVFP4 for weight and input, the input's scales of both levels found for each input."""
+    """NVFP4 weights and activations (W4A4), dynamic: activation scales of both levels at run time."""
 
     use_triton_kernel: bool = True
     use_dynamic_per_tensor_scale: bool = True

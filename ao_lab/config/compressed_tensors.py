@@ -290,7 +290,7 @@ def _ratio(element: str, block: Block) -> Scheme:
 
 def _none(given: Mapping[str, Any], rule: str) -> ValueError:
     told = ", ".join(f"{key}={value}" for key, value in given.items())
-    return ValueError(f"input_activations ({told}): no record has what readers compute; {rule}")
+    return ValueError(f"input_activations ({told}): no scheme computes what loaders compute; {rule}")
 
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"
@@ -346,9 +346,9 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
     """What `recipe_for_readers` has changed, a sentence each."""
     told = []
     if before.weight != after.weight:
-        why = "readers store scales in the weight's dtype"
+        why = "loaders store scales in the weight's dtype"
         if before.weight.outer is not None:
-            why = "readers divide by the reciprocal of the outer scale, which is exact for a power of two"
+            why = "loaders divide by the reciprocal of the outer scale, which is exact for a power of two"
         if before.weight.zero is not None:
             why = "transformers 5.23 does not load packed zero points without dequantize=True; " + why
         told.append(f"weights: {after.weight.name} in place of {before.weight.name}, because {why}")
@@ -362,8 +362,8 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
         )
     if before.kernel != after.kernel:
         told.append(
-            f"kernel: {after.kernel}: ao_lab dequantizes weights and inputs before each matmul, as transformers does, for the "
-            "same bits; this is no faster than dense layers, kernel= names a faster kernel"
+            f"kernel: {after.kernel}: ao_lab dequantizes weights and inputs before each matmul, as transformers does, so that "
+            "results are bitwise equal; this is no faster than dense layers, kernel= selects a faster kernel"
         )
     return told
 
@@ -371,10 +371,10 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
 def _why(inputs: Scheme) -> str:
     """How readers quantize inputs."""
     if inputs.scale.power_of_two:
-        return "readers round the largest magnitude of a block before they take its exponent"
+        return "loaders round the largest magnitude of a block before they take its exponent"
     if inputs.format.kind == "int":
-        return f"readers scale inputs by {inputs.scale.target:g}, without zero points, in the input's dtype"
-    return "readers compute the scale in the input's dtype, and divide by it"
+        return f"loaders scale inputs by {inputs.scale.target:g}, without zero points, in the input's dtype"
+    return "loaders compute the scale in the input's dtype, and divide by it"
 
 
 def leaf_configs(config: Any) -> list[Any]:

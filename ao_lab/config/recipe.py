@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRecipe(Recipe):
-    """How a layer runs by a kernel that multiplies its weight in 2:4 storage alone; a dense one's product is a ValueError."""
+    """How a layer runs with a kernel for weights in 2:4 storage only; a matmul with another weight is a ValueError."""
 
     kernel: str
 
@@ -62,7 +62,7 @@ class SparseRecipe(Recipe):
         choice(self.kernel, SPARSE_KERNELS, "kernel")
         choice(self.accumulation, ACCUMULATIONS, "accumulation")
         if self.rotation:
-            raise ValueError(f"kernel {self.kernel!r} multiplies inputs as they are; leave rotation out")
+            raise ValueError(f"kernel {self.kernel!r} does not rotate inputs; drop rotation")
 
 
 def recipe_of(*, kernel: str, **others: Any) -> Recipe:
@@ -204,9 +204,9 @@ def _named_block(group: str | None, rows: str | None) -> Block:
 SPARSITY_PATTERNS = ("2:4",)
 #: Kernels that read dense codes, and why they do not take the others.
 DENSE_KERNELS = {
-    "int8": "torch._int_mm reads every code of a row",
-    "scaled_mm": "torch._scaled_mm reads every code of a row",
-    "fused": "its kernels decode every code of a row",
+    "int8": "torch._int_mm reads every value of a row",
+    "scaled_mm": "torch._scaled_mm reads every value of a row",
+    "fused": "its kernels decode every value of a row",
 }
 
 
@@ -225,7 +225,7 @@ def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
     if sparsity is None:
         if recipe.kernel in SPARSE_KERNELS:
             raise ValueError(
-                f"{name}: kernel {recipe.kernel!r} multiplies weights in 2:4 storage alone; give sparsity='2:4' with it, or "
+                f"{name}: kernel {recipe.kernel!r} supports weights in 2:4 storage only; give sparsity='2:4' with it, or "
                 f"take kernel='auto'"
             )
         return

@@ -27,7 +27,7 @@ SCALE_DTYPES = {"None": "", "float32": "_f32", "bfloat16": "_bf16", "float16": "
 
 
 def as_torchao(config: Any) -> Any:
-    """The same configuration with the schemes whose codes, scales and values are those of torchao 0.18, bit for bit.
+    """The same configuration with schemes whose quantized values and scales are bitwise equal to those of torchao 0.18.
 
     config: one of ao_lab's configurations, or torchao's object itself. One of ao_lab's comes back with `scheme` and
     `activation_scheme` set, `FqnToConfig` with each of its configurations so; torchao's becomes a `SchemeConfig`.

@@ -113,8 +113,8 @@ class Choice:
         chosen = self.candidate
         others = ", ".join(str(c) for c in self.candidates if c is not chosen and c.seconds is not None)
         of = f" of {p.experts} expert{'s' * (p.experts > 1)}" if p.experts else ""
-        beside = f"; beside {others}" if others else ""
-        return f"{p.direction}{of} {p.n}x{p.k}, rows <= {p.rows}: {chosen}{beside}"
+        beside = f"; others: {others}" if others else ""
+        return f"{p.direction}{of} {p.n}x{p.k}, tokens <= {p.rows}: {chosen}{beside}"
 
 
 def problem_of(
@@ -422,10 +422,10 @@ def _checked(one: Mapping[str, Any]) -> Choice:
     problem = Problem(**one["problem"])
     lengths = (problem.n, problem.k, problem.rows, problem.experts)
     if problem.direction not in DIRECTIONS or not all(type(n) is int and n >= 0 for n in lengths):
-        raise ValueError(f"{problem} is no product")
+        raise ValueError(f"{problem} is not a matmul")
     kernel = one["kernel"]
     if problem.direction == "training" and kernel not in SUBSETS:
-        raise ValueError(f"{kernel!r} names no products of a training step")
+        raise ValueError(f"{kernel!r} is not a kernel for training")
     candidates = tuple(Candidate(**candidate) for candidate in one["candidates"])
     if kernel not in {c.kernel for c in candidates}:
         raise ValueError(f"{kernel!r} was chosen and is none of the candidates")

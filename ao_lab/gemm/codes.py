@@ -253,7 +253,7 @@ def scaled_mm_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str 
 
 def _blocks_reason(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
     if not w.is_cuda or capability(w.device.index or 0) != CAPABILITY:
-        return "its products of blocks are for GPUs of compute capability 9.0"
+        return "its blockwise matmuls are for GPUs of compute capability 9.0"
     if dtype != torch.bfloat16:
         return f"of blocks it writes bfloat16, not {dtype}"
     return blocks_reason(scheme, w.scheme, (w.shape[1], w.shape[0]))
@@ -261,11 +261,11 @@ def _blocks_reason(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> st
 
 def _gpu_reason(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
     if (own := capability(w.device.index or 0)) < (8, 9):
-        return f"compute capability {own[0]}.{own[1]} has no float8 product, 8.9 has"
+        return f"compute capability {own[0]}.{own[1]} has no float8 matmul; 8.9 and later have"
     if any(length % STEP for length in w.shape):
         return f"its lengths must be multiples of {STEP} on a GPU"
     if scheme.element == w.scheme.element == "float8_e5m2":
-        return "GPUs multiply no float8_e5m2 by float8_e5m2"
+        return "GPUs have no matmul of float8_e5m2 by float8_e5m2"
     rowwise = "tensor" not in (scheme.scale.block, w.scheme.scale.block)
     if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
         return f"on a GPU it writes bfloat16, not {dtype}"
@@ -297,7 +297,7 @@ def decodes(scheme: Scheme) -> bool:
 def blocks_reason(a: Scheme, b: Scheme, shape: tuple[int, ...]) -> str | None:
     """Why operands (M, K) and (N, K) are not multiplied, whatever M and the device are. shape: (N, K)."""
     if a.element != "float8_e4m3fn" or b.element != "float8_e4m3fn":
-        return "it multiplies e4m3 by e4m3"
+        return "it supports e4m3 by e4m3"
     square = b.scale.block == (BLOCK, BLOCK)
     if a.scale.block != BLOCK or not (square or b.scale.block == BLOCK):
         return "blocks must be 1x128 of a, and 1x128 or 128x128 of b"

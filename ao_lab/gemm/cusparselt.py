@@ -309,7 +309,7 @@ def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
             return f"inputs of {element} weights must be {element} themselves, got {dtype}"
         return None
     if element not in ELEMENTS:
-        return f"it multiplies bfloat16, float16, int8 and float8_e4m3fn, not {element}"
+        return f"it supports bfloat16, float16, int8 and float8_e4m3fn, not {element}"
     if activation is None or activation.element != element:
         return f"inputs of {element} weights must be {element} too"
     if not (one_scale(activation) and one_scale(w.scheme)) or w.zero is not None:

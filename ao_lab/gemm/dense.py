@@ -151,7 +151,7 @@ def _dynamic_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 def _preshuffled_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Other floats than 16-bit ones it takes as `dequantize` does: recipes that name it keep working."""
     if not w.is_cuda:
-        return "preshuffled weights are multiplied on GPUs"
+        return "preshuffled weights are for GPUs"
     return None if dtype in (*INPUTS, torch.float32) else f"it does not write {dtype}"
 
 
@@ -194,7 +194,7 @@ def grouped_product(
     """
     able = groups_reason(w, x.dtype) is None
     if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
-        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+        raise ValueError(f"kernel {w.recipe.kernel!r} does not support grouped matmuls; these do: dequantize")
     given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
     plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
     if able and plain and x.dim() == 2 and given.get("offs") is not None:

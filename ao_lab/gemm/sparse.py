@@ -117,11 +117,11 @@ def int4_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | Non
 
 def _scheme_reason(scheme: Scheme) -> str | None:
     if scheme.element != "int4":
-        return f"it multiplies int4, not {scheme.element}"
+        return f"it supports int4, not {scheme.element}"
     if scheme.outer is not None or scheme.dequantize != "float32":
-        return "a weight must be its code times one scale, in float32"
+        return "a weight must be its quantized value times one scale, in float32"
     if scheme.zero is not None and (scheme.zero.rule != "code" or scheme.zero.storage != "int8"):
-        return "zero points must be integers that are taken off codes"
+        return "zero points must be integers subtracted from quantized values"
     scale = scheme.scale
     if scale.block not in (*GROUPS, ROWS) or scale.stored != "decode" or scale.storage not in SCALES:
         groups = ", ".join(map(str, GROUPS))

@@ -63,7 +63,8 @@ def _checked(value: Any, kind: Any, what: str, name: str) -> Any:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in SHARED:
         raise TypeError(
-            f"{what}: {name} is {dtype}; codes and scales are uint8, uint16, int8 or float32, so view its bytes as uint8"
+            f"{what}: {name} is {dtype}; quantized values and scales are uint8, uint16, int8 or float32, so view its "
+            "bytes as uint8"
         )
     return value
 

@@ -111,7 +111,7 @@ def scales_by_layer(model: Any, recipe: KVRecipe, cross: bool = False) -> dict[i
     if cross or not found or set(numbered) != set(range(count)):
         raise ValueError(
             f"static scales are of all self-attention layers, and {type(model).__name__} has them for {len(numbered)} of "
-            f"{count}{' beside cross attention' * cross}; pass the model itself, calibrated with StaticKV, or use 'fp8'"
+            f"{count}{' besides cross attention' * cross}; pass the model itself, calibrated with StaticKV, or use 'fp8'"
         )
     return numbered
 
@@ -209,8 +209,8 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
         return None
     if not takes_functions(model):
         raise ValueError(
-            f"the attention of {type(model).__name__} takes no function of others, so that a cache in low precision has no "
-            "reader; use transformers' own cache"
+            f"the attention of {type(model).__name__} cannot be replaced, and its own does not read a low-precision "
+            "cache; use transformers' own cache"
         )
     _check_attention(model)
     chosen = recipe_for(model, recipe)
@@ -256,7 +256,7 @@ def _settings(model: Any, recipe: KVRecipe, before: KVCacheSettings | None) -> K
 def reader_of(recipe: KVRecipe, width: int) -> str:
     """What attends to one token's cache on a GPU, in a sentence; it is dequantized in each step where no kernel does."""
     if importlib.util.find_spec("triton") is None:
-        return "without triton it is dequantized in each step"
+        return "without triton it is dequantized at each step"
     from fast.kernels.attention import decode
 
     like, scale = (

@@ -40,10 +40,10 @@ NF4 = replace(
 class KVRecipe:
     """How keys and values are stored.
 
-    key, value: a scheme by name or record; None: as the model computes them. key_axis, value_axis: what its blocks lie along,
-    -1 head_dim, -2 tokens (a scale a channel: KIVI). rotate: queries and keys are mixed by a Hadamard transform of head_dim
-    (their products are unchanged), which spreads channels of large magnitude. residual, sinks: how many of the last and of the
-    first tokens are read as they were computed, in the model's dtype, from memory beside; with blocks along tokens those of the
+    key, value: a scheme by name or record; None: unquantized. key_axis, value_axis: what its blocks lie along,
+    -1 head_dim, -2 tokens (a scale per channel: KIVI). rotate: queries and keys are rotated by a Hadamard transform of head_dim
+    (scores are unchanged), which spreads outlier channels. residual, sinks: how many of the last and of the
+    first tokens are kept unquantized, in the model's dtype; with blocks along tokens those of the
     open group are too. Sinks are positions: of a sequence that is padded on the left they are padding. static: scales are not
     taken of each token but those that calibration found or a folder holds (`cache_scales(model)`), of a head or of all heads;
     larger values saturate.

@@ -115,6 +115,7 @@ def evaluate(
     Losses are means over windows, in nats per token, each with its standard error over windows. ValueError for what is not
     there, does not fit, or is longer than the model's context; nothing is read then.
     """
+    name = name_of(model)
     local, foreign = split_tasks(list(tasks or ()), against is not None)
     for one in (model, against):
         if isinstance(one, (str, Path)):
@@ -122,7 +123,7 @@ def evaluate(
     where = device_of(device)
     run = harness_of(model, foreign, harness or HarnessOptions())
     source = source_of(text, corpus) if local else None
-    result = Evaluation(name_of(model), {}, None, {"device": where})
+    result = Evaluation(name, {}, None, {"device": where})
     if source is not None:
         result = _local(model, local, limit, length, source, against, tokenizer, where, progress)
     return result if run is None else _with_harness(result, model, run, limit, where)
@@ -141,7 +142,7 @@ def split_tasks(tasks: list[str], paired: bool) -> tuple[tuple[str, ...], list[s
     if foreign and importlib.util.find_spec("lm_eval") is None:
         raise WrongInput(
             f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
-            f"{', '.join(TASKS)}, which need nothing"
+            f"{', '.join(TASKS)}, which need no extra"
         )
     return local, foreign
 
@@ -175,7 +176,11 @@ def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text
 
 
 def name_of(model: str | Path | nn.Module) -> str:
-    """The last part of a folder, or the class of a model in memory."""
+    """The last part of a folder, or the class of a model in memory; TypeError for neither."""
+    if not isinstance(model, (str, Path, nn.Module)):
+        raise TypeError(
+            f"the model is a folder or a torch.nn.Module, got {type(model).__name__}: {model!r:.60}"
+        )
     return Path(model).resolve().name if isinstance(model, (str, Path)) else type(model).__name__
 
 

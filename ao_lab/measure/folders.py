@@ -79,7 +79,7 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     if quantization is not None:
         if quantization.get("quant_method") != "compressed-tensors":
             raise WrongInput(
-                f"{folder} is quantized by {shown(quantization.get('quant_method'))}, which ao_lab does not read"
+                f"{folder} is quantized by {shown(quantization.get('quant_method'))}, which ao_lab cannot load"
             )
         needed("compressed_tensors")
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
@@ -107,7 +107,7 @@ def windows_for(
     """Windows of a text for a model; WrongInput for windows that are none, or longer than the model's context."""
     if limit < 1 or (length is not None and length < 2):
         raise WrongInput(
-            f"--limit is at least 1 window and --length at least 2 tokens, got {limit} and {length}"
+            f"--limit is at least 1 sequence and --length at least 2 tokens, got {limit} and {length}"
         )
     reading = reading_of(model, tokenizer)
     if length is not None and length > reading.longest:
@@ -235,7 +235,7 @@ def check_language_model(model: nn.Module, folder: Path | str) -> None:
     generates: Any = getattr(model, "can_generate", lambda: True)
     if not generates() or getattr(config, "is_encoder_decoder", False):
         raise WrongInput(
-            f"{folder} holds {type(model).__name__}, no causal language model; --tasks weights compares any"
+            f"{folder} holds {type(model).__name__}, not a causal language model; --tasks weights works for any model"
         )
 
 
@@ -245,5 +245,5 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path | str) ->
     size = None if table is None else table.weight.shape[0]
     if size is not None and int(ids.max()) >= size:
         raise WrongInput(
-            f"the tokenizer of {folder} makes token {int(ids.max())}, the model has {size}; it is another model's"
+            f"the tokenizer of {folder} makes token {int(ids.max())}, the model has {size}; it belongs to another model"
         )

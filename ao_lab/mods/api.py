@@ -51,7 +51,7 @@ def apply_mods_(
 ) -> ModReport:
     """Change a model by mods, in their order: names of `MODS`, or records.
 
-    filter_fn(module, name) says which of the modules that a mod matches are meant (all without one). example: an input, or a
+    filter_fn(module, name) selects among the modules that a mod matches (default: all). example: an input, or a
     tuple of them, with which the model is run once where a mod asks which layers share an input (`join_siblings`).
     Apply them before an optimizer is made and before `convert_for_training_` or `quantize_`, for whose filter the marks of
     `..._in_16_bits` are (`ao_lab.mods.in_low_precision`).

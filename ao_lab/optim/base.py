@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ao_lab.optim.slots import (
     NAMES,
     begin_state,
-    blocks_before,
     local,
     moment_of,
+    place_of,
     put_moment,
     slot_of,
     states_for,
@@ -186,7 +186,7 @@ class LowBitOptimizer(Optimizer):
             if not state:
                 state.update(begin_state(p, self.states, self.kind, self.master))
             states = states_for(p, self.states)
-            slot = slot_of(p, _gradient(p), state, number, blocks_before(p, states.first.block))
+            slot = slot_of(p, _gradient(p), state, number, *place_of(p, states.first.block))
             work.setdefault((index, states, slot.p.device), []).append(slot)
         return work
 

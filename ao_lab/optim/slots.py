@@ -145,10 +145,11 @@ def like(p: torch.Tensor, part: torch.Tensor, shape: tuple[int, ...]) -> torch.T
     return result.to(part.device)  # offloaded parameters lie on another device than the mesh
 
 
-def blocks_before(p: torch.Tensor, block: int) -> int:
-    """The number of the first block of this rank's part among those of the whole parameter."""
+def place_of(p: torch.Tensor, block: int) -> tuple[int, int]:
+    """The number of the first block of this rank's part among those of the whole parameter; of a vector the elements of that
+    block that lie before it."""
     if not is_sharded(p):
-        return 0
+        return 0, 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = tuple(p.shape)
@@ -156,10 +157,13 @@ def blocks_before(p: torch.Tensor, block: int) -> int:
     axis = lead_axes(shape, block)
     row = sum(o * prod(shape[at + 1 : axis]) for at, o in enumerate(offset[:axis]))
     inside = sum(o * prod(shape[axis + at + 1 :]) for at, o in enumerate(offset[axis:]))
-    return int(row * -(-prod(shape[axis:]) // block) + inside // block)
+    before = int(inside) % block if p.dim() < 2 and local(p).numel() else 0
+    return int(row * -(-prod(shape[axis:]) // block) + inside // block), before
 
 
-def slot_of(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: int, first: int) -> Slot:
+def slot_of(
+    p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: int, first: int, inside: int = 0
+) -> Slot:
     """What a step reads and writes of a parameter; a gradient with other strides is copied."""
 
     def moment(name: str) -> Moment | None:
@@ -172,7 +176,7 @@ def slot_of(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: 
     assert result is not None
     return Slot(
         local(p.detach()), local(grad).contiguous(), state["step"], result, moment("exp_avg_sq"),
-        None if error is None else local(error), number, first,
+        None if error is None else local(error), number, first, inside,
     )  # fmt: skip
 
 
@@ -195,9 +199,9 @@ def moment_of(p: torch.Tensor, state: dict[str, Any], name: str, record: State) 
 __all__ = [
     "LEAST",
     "begin_state",
-    "blocks_before",
     "local",
     "moment_of",
+    "place_of",
     "put_moment",
     "slot_of",
     "states_for",

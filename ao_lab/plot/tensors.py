@@ -209,9 +209,7 @@ def tensors_of(x: Any) -> Iterable[tuple[str, Any]]:
                 f"{folder} is no folder of a model: it has no config.json; give one that save_pretrained wrote"
             )
         if is_quantized(folder):
-            raise ValueError(
-                f"{folder} is quantized already; give the folder of the dense model that it was made of"
-            )
+            raise ValueError(f"{folder} is quantized already; give the folder of the unquantized base model")
         return linear_weights(dense_of_files(folder)).items()
     return linear_weights(x).items() if hasattr(x, "named_modules") else (("tensor", x),)
 

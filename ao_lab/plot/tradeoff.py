@@ -73,9 +73,10 @@ def tradeoff(
             axis.errorbar(
                 [scale * one.cost], [one.loss], yerr=[1.96 * one.error], **_look(one, one in best, colors)
             )
-        _names(axis, drawn, best, scale, colors)
         axis.set(xlabel=xlabel, ylabel=ylabel)
         axis.margins(x=0.16, y=0.12)
+        axis.autoscale_view()
+        _names(axis, drawn, best, scale, colors)
         lost = [one.name for one in points if one not in drawn]
         axis.set_title(title + (f" (not finite: {', '.join(lost)})" if lost else ""), loc="left")
     return figure
@@ -92,32 +93,49 @@ def _look(one: Point, best: bool, theme: Theme) -> dict[str, Any]:
     }
 
 
-#: Heights at which names stand beside points, in points of type; the next where one would cover another.
-PLACES = (5, -12, 15, -22, 25, -32)
+#: Size of the type of names, the width of a letter and the height of a line as parts of it.
+TYPE, LETTER, LINE = 7.5, 0.62, 1.3
+#: Where a name stands from its point, in points of type: the first place that is free.
+PLACES = [(x, y) for y in (5, -12, 16, -23, 27, -34, 38, -45) for x in (7, -7)]
 
 
 def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: float, theme: Theme) -> None:
-    """Each name beside its point, at another height where a neighbour's name stands."""
-    low, high = min(one.loss for one in points), max(one.loss for one in points)
-    first, last = min(one.cost for one in points), max(one.cost for one in points)
-    taken: list[tuple[float, float]] = []
-    for one in sorted(points, key=lambda point: (point.cost, point.loss)):
-        x, y = (one.cost - first) / ((last - first) or 1), (one.loss - low) / ((high - low) or 1)
-        # A name is as wide as a third of the figure, and a line of type a twenty-fifth of its height.
-        free = (
-            at for at in PLACES if all(abs(x - a) > 0.3 or abs(y + at / 230 - b) > 0.04 for a, b in taken)
-        )
-        height = next(free, PLACES[0])
-        taken.append((x, y + height / 230))
-        color = theme.ink if one in best or one.reference else theme.muted
+    """Each name beside its point, where it covers no other name, no point, and does not leave the axes."""
+    figure = axis.figure
+    unit = figure.dpi / 72
+    frame = axis.get_window_extent()
+    places = {one: axis.transData.transform((scale * one.cost, one.loss)) for one in points}
+    taken = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in places.values()]
+    for one, (x, y) in sorted(places.items(), key=lambda pair: (pair[0] not in best, pair[0].cost)):
+        boxes = {at: _box(len(one.name), x, y, at, unit) for at in PLACES}
+        inside = {at: box for at, box in boxes.items() if frame.x0 <= box[0] and box[2] <= frame.x1}
+        free = (at for at, box in inside.items() if not any(_cross(box, other) for other in taken))
+        at = next(free, PLACES[0])
+        taken.append(boxes[at])
         axis.annotate(
             one.name,
             (scale * one.cost, one.loss),
-            (7, height),
+            at,
             textcoords="offset points",
-            fontsize=7.5,
-            color=color,
+            ha="left" if at[0] > 0 else "right",
+            fontsize=TYPE,
+            color=theme.ink if one in best or one.reference else theme.muted,
         )
+
+
+Box = tuple[float, float, float, float]
+
+
+def _box(letters: int, x: float, y: float, at: tuple[int, int], unit: float) -> Box:
+    """What a name of so many letters covers, about, in pixels."""
+    width = letters * LETTER * TYPE * unit
+    left = x + at[0] * unit - (width if at[0] < 0 else 0)
+    low = y + at[1] * unit - 1
+    return left, low, left + width, low + LINE * TYPE * unit
+
+
+def _cross(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 __all__ = ["Point", "tradeoff"]

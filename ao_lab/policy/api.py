@@ -145,7 +145,7 @@ def dispatch_(
     apply: bool = True,
     measure: Measure = measured_times,
 ) -> Policy:
-    """Let each linear layer train by the recipe, in the products, that make a step shortest within an error budget.
+    """Let each linear layer train with the recipe, and in the matmuls, that make a step fastest within an error budget.
 
     sample_input: as `tune` takes it; a step on it gives inputs and gradients that times are measured with. report: of `probe_`,
     or of `Probe.report` in training, with the recipes as candidates; its sites are the layers that are meant. recipes: None for

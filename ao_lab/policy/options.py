@@ -95,8 +95,8 @@ def options_of(
         dense = [seconds for (_, subset), seconds in timed.items() if subset == DENSE]
         if not dense:
             raise ValueError(
-                f"{line.name}: times have none of the dense layer. Without units of 8-bit floats (on a CPU) products are "
-                f"emulated and not timed; run this on the GPU that the model trains on, or give measure="
+                f"{line.name}: there is no time of the dense layer. Without FP8 units (on a CPU) matmuls are emulated "
+                f"and not timed; run this on the GPU that the model trains on, or give measure="
             )
         options = [Option("", (), min(dense))]
         for recipe in recipes:

@@ -144,8 +144,8 @@ def _notes(note: str, unmatched: Iterable[str], unreached: Sequence[str]) -> tup
         else ""
     )
     left = (
-        f"no gradient of the outputs reaches {shorten(unreached)} (torch.no_grad in the model?): what the outputs move by is "
-        f"predicted without them, and they are not called safe"
+        f"no gradient of the outputs reaches {shorten(unreached)} (torch.no_grad?): the predicted change of outputs "
+        f"leaves them out, and they are not reported as safe"
         if unreached
         else ""
     )

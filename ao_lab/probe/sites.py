@@ -124,7 +124,7 @@ def refuse_unseen(names: Sequence[str]) -> None:
     if names:
         raise ValueError(
             f"no input reached {shorten(names)}, or no gradient came back; give data that reaches these layers by calling "
-            f"their modules and outputs that depend on them, or leave them out by filter_fn"
+            f"their modules and outputs that depend on them, or exclude them with filter_fn"
         )
 
 

@@ -117,11 +117,11 @@ def _check_untouched(plan: QuantizationPlan) -> None:
     training = [name for name, reason in plan.reasons.items() if reason.startswith("it is prepared for QAT")]
     if quantized:
         raise ValueError(
-            f"QAT trains dense weights, and {', '.join(quantized[:5])} already quantized; leave them out by filter_fn"
+            f"QAT trains dense weights, and {', '.join(quantized[:5])} already quantized; exclude them with filter_fn"
         )
     if training:
         raise ValueError(
-            f"{', '.join(training[:5])} prepared for QAT already; train, and call quantize_ with step='convert'"
+            f"{', '.join(training[:5])} are prepared for QAT already; train, then call quantize_ with step='convert'"
         )
 
 
@@ -195,7 +195,9 @@ def _input_scales(change: Change, config: QATConfig, known: Mapping[str, Observe
     if observer is None:
         return config.input_scales()
     if not isinstance(observer, InputScales):
-        raise ValueError(f"{type(observer).__name__} makes codes from data; QAT finds them by training")
+        raise ValueError(
+            f"{type(observer).__name__} computes quantized values from data; QAT learns them by training"
+        )
     return observer.scales()
 
 
@@ -263,7 +265,7 @@ def _select_layers(
     select.check_all_matched(model)
     if not selected:
         raise ValueError(
-            f"step='convert': none of the layers meant is in training ({', '.join(plain[:5]) or 'none is meant'}); "
+            f"step='convert': none of the selected layers is in training ({', '.join(plain[:5]) or 'none is selected'}); "
             f"call quantize_ with QATConfig(..., step='prepare') first, and train"
         )
     return selected, reasons
@@ -295,8 +297,8 @@ def _tell_never_ran(
         reasons[name] = "forward never ran since step='prepare': it did not train with rounded operands"
     if names:
         warnings.warn(
-            f"forward never ran: {shorten(names)} did not train with rounded operands since step='prepare'; what multiplies "
-            f"with their weight itself (a fused or chunked loss that takes lm_head.weight) has to call the module instead",
+            f"forward never ran: {shorten(names)} did not train with rounded operands since step='prepare'; code that uses "
+            f"their weight directly (a fused or chunked loss that takes lm_head.weight) has to call the module instead",
             UserWarning,
             stacklevel=4,
         )

@@ -91,7 +91,7 @@ STARTS = ("rule", "error")
 
 @dataclass(frozen=True)
 class LoRA:
-    """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
+    """LoRA adapters: rank, alpha (their output is scaled by alpha / rank), dropout of their input, dtype.
 
     Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text. freeze_rest: whether
     step "prepare" freezes all other parameters of the model, so that adapters alone train (as peft does); False leaves those
@@ -198,7 +198,7 @@ class QATConfig(Config, registered=False):
             raise TypeError(f"QATConfig: lora is an ao_lab.LoRA, got {type(lora).__name__}")
         if self.learn_scales or self.start_step or self.base_config is None:
             raise ValueError(
-                "QATConfig: lora trains beside weights that are frozen and quantized from the start, by base_config; "
+                "QATConfig: lora trains adapters on weights that are frozen and quantized from the start, by base_config; "
                 "leave learn_scales, start_step, weight_config and activation_config out"
             )
         if self.axis not in (None, -1):

@@ -164,7 +164,7 @@ class QATModule(ConvertedModule, nn.Module):
         """Why a parameter is as it is, for `explain`."""
         if name == "weight":
             return str(self.qat)
-        return "learned by QAT beside the weight" if name in ADDED else None
+        return "learned by QAT in addition to the weight" if name in ADDED else None
 
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""
@@ -339,7 +339,7 @@ class SparseQATLinear(SparseLinear, QATLinear):
         """Why QAT layers do not train by a configuration."""
         if config.products == "dense":
             return None
-        return f"QAT layers multiply rounded matrices densely, not by products={config.products!r}; take products='dense'"
+        return f"QAT layers use dense matmuls, not products={config.products!r}; use products='dense'"
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """The product of the rounded operands, the weight masked before."""
@@ -450,7 +450,7 @@ def _same(x: Any) -> Any:
 def class_of(layer: QATLinear) -> type[LowPrecisionLinear] | str:
     """The class of a QAT layer that trains by a recipe, or why it has none."""
     if layer.qat.added:
-        return "recipes train no QAT layer with learned or static scales, or with a start step: products of these are dense"
+        return "training recipes support no QAT layer with learned or static scales or a start step, which use dense matmuls"
     return LowPrecisionQATLinear
 
 

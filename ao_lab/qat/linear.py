@@ -524,7 +524,7 @@ def linear(
     if rule.kernel != "auto":
         raise NotImplementedError(
             f"QAT: {functional_transform()} of a layer of shape {tuple(weight.shape)} with kernel={rule.kernel!r}; prepare it "
-            f"with kernel='auto', whose operands torch multiplies"
+            f"with kernel='auto', which uses torch's matmul"
         )
     recipe = rule.recipe
     scales = None if given.scale is None else Scales(given.scale, None, given.zero)

@@ -181,13 +181,13 @@ def _fake_backward(g: torch.Tensor, *others: Any) -> torch.Tensor:
 @torch.library.custom_op("ao_lab::frozen_linear", mutates_args=())
 def frozen_linear_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of rows with a `QuantizedTensor`, whose table of operations answers instead of this."""
-    raise TypeError("frozen_linear multiplies by a QuantizedTensor")
+    raise TypeError("frozen_linear takes a QuantizedTensor as weight")
 
 
 @torch.library.custom_op("ao_lab::frozen_linear_backward", mutates_args=())
 def frozen_linear_backward_op(g: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
     """`input_gradient`; as above."""
-    raise TypeError("frozen_linear multiplies by a QuantizedTensor")
+    raise TypeError("frozen_linear takes a QuantizedTensor as weight")
 
 
 @operation(torch.ops.ao_lab.frozen_linear.default)
@@ -396,7 +396,7 @@ def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
     if recipe is None:
         return nn.Parameter(layer.merged().to(weight.dtype))
     if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"the weight beside adapters is a QuantizedTensor, got {type(weight).__name__}")
+        raise TypeError(f"the weight under adapters is a QuantizedTensor, got {type(weight).__name__}")
     if not weight.is_meta and not (layer.lora_b.detach().float() @ layer.lora_a.detach().float()).any():
         return nn.Parameter(weight.with_recipe(kernel=recipe.kernel), requires_grad=False)
     dense = layer.merged()
@@ -474,7 +474,7 @@ def _select_layers(
     decide.check_all_matched(model)
     if not selected:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:5])
-        raise ValueError(f"QATConfig with lora: no layer that it means can have adapters. {told}")
+        raise ValueError(f"QATConfig with lora: none of the selected layers can have adapters. {told}")
     return selected, reasons
 
 
@@ -504,7 +504,7 @@ def check_mergeable(name: str, layer: LoRALinear, config: QATConfig) -> None:
         return
     wanted = config.recipe()
     if (have.weight, have.activation) != (wanted.weight, wanted.activation):
-        raise ValueError(f"{name} was trained beside {have}, not {wanted}; convert it to that")
+        raise ValueError(f"{name} was trained on {have}, not {wanted}; convert it to that")
 
 
 def merge(layer: LoRALinear, config: QATConfig, device: Device) -> None:

@@ -59,7 +59,7 @@ def check_starts(call: Call) -> None:
     if others:
         raise ValueError(
             f"step='prepare' starts learned scales at those of Clip() or HQQ(); {' and '.join(others)} change weights or "
-            f"codes, which training finds itself: leave them out"
+            f"quantized values, which training learns itself: drop them"
         )
     if not all(isinstance(one, QATConfig) and one.learn_scales for one in configs_of(call.config)):
         raise ValueError(

@@ -146,7 +146,7 @@ class GPTQModifier(QuantizationModifier):
         """GPTQ."""
         _refuse(
             self,
-            block_size=(self.block_size, 128, "products of 128 columns change no rule"),
+            block_size=(self.block_size, 128, "matmuls of 128 columns change no rule"),
             batched_quantization=(self.batched_quantization, "auto", ""),
         )
         given = getattr(self.actorder, "value", self.actorder)
@@ -297,7 +297,7 @@ def _of_torchao(config: Any) -> Translated:
     step = getattr(config.step, "value", config.step)
     if step not in (None, "convert"):
         raise ValueError(
-            f"{type(config).__name__}: step={step!r} leaves the data to a loop of yours; give batches to one call, without step"
+            f"{type(config).__name__}: step={step!r} leaves the data to your own loop; give batches to one call, without step"
         )
     return Translated(_base(config.base_config), None, config.methods)
 

@@ -138,38 +138,38 @@ def quantize_(
     prefix: str = "quantized",
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
+    """Quantize weights of `model` in place, as `config` says; the report lists each layer, changed or not, with the reason.
 
-    filter_fn(module, name) says which modules; without it those are all nn.Linear (and transformers' Conv1D, the same with a
-    transposed weight), a language model's head too unless its weight is the embedding's: a tied head stays as it is, since both
-    would be stored. `ao-lab quantize` and `HfConfig` leave the same layers (and take batched experts too). It may also accept
-    nn.Embedding and modules with batched weights (parameters with three axes). With `FqnToConfig`, which names modules itself,
-    there is none.
-    `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. With
-    calibration one block of the model is there at a time, with the batches (`ao_lab.calibration.residence`). On the meta device
-    the quantized weights are there too, to be filled by load_state_dict(assign=True).
-    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.data`;
-    `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
+    filter_fn(module, name) selects modules. Default: all nn.Linear (and transformers' Conv1D, the same with a transposed
+    weight), a language model's head included unless its weight is tied to the embedding: a tied head is left unquantized, since
+    both weights would be stored. `ao-lab quantize` and `HfConfig` select the same layers, and batched experts. A filter can
+    select nn.Embedding and modules with batched weights (parameters with three axes). `FqnToConfig` names modules itself and
+    takes no filter.
+    device: where weights are quantized, one at a time, and where the model is afterwards. Default: the device of each weight.
+    With calibration one block of the model is there at a time, with its batches (`ao_lab.calibration.residence`). On the
+    meta device the quantized weights are meta tensors, to be filled by load_state_dict(assign=True).
+    forward_loop(model) runs calibration data for configurations with static activation scales, see `ao_lab.transforms.data`;
+    observers are those of an earlier `calibrate`. progress(name, done, total) is called after each weight.
 
-    `methods`: how scales and codes are found, such as (Clip(), GPTQ()) (`ao_lab.calibration.methods`), in place of rounding to
-    nearest by the scheme's own scales. `calibration`: for those that read the inputs of layers, an iterable of batches (a
-    tensor, a tuple of arguments, or a mapping of keywords of a call of the model; its attention_mask marks padding, which does
-    not count). The model is walked block by block (`ao_lab.transforms.walk`), each quantized by the inputs that the quantized
-    ones before it make; what is outside of the blocks is rounded. A tenth of the tokens is held out: no weight has a larger
-    output error there than rounding gives it, and the report says what was won. blocks: the name of the list of blocks, found
-    by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory. resume: a folder
-    that finished blocks are written to; the same call on the model as it was goes on behind them, with the same bits.
-    prefix: "float" gives each block what the blocks before it made as they were.
+    methods: algorithms such as (Clip(), GPTQ()) (`ao_lab.calibration.methods`). Default: round to nearest with the scheme's own
+    scales. calibration: data for methods that need layer inputs: an iterable of batches (a tensor, a tuple of positional or a
+    mapping of keyword arguments of a call of the model; its attention_mask marks padding, which is ignored). The model is
+    calibrated block by block (`ao_lab.transforms.walk`), each block with the inputs that the quantized blocks before it
+    produce; layers outside of the blocks are rounded to nearest. A tenth of the tokens is held out: no weight has a larger
+    output error on them than with rounding to nearest, and the report lists the gains. blocks: name of the list of blocks.
+    Default: the longest one; "" treats the whole model as one block. offload: keep block inputs in host memory. resume: folder
+    for finished blocks; after an interruption the same call on the original model continues there, with bitwise equal results.
+    prefix: "quantized", or "float": inputs of a block come from the unquantized blocks before it.
 
-    On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.metadata`): the same codes and scales in
-    the order in which products of few rows read them.
+    On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.metadata`): the same quantized values and
+    scales, in the order in which kernels for few tokens read them.
 
-    With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before
-    anything is rounded) are stored as their kept codes; one that is not 2:4, or compressed already, is a ValueError.
+    With `sparsity="2:4"` in the configuration pruned weights are stored compressed: call `sparsify_` first, so that masks are
+    chosen before rounding. A weight that is not 2:4, or is compressed already, is a ValueError.
 
-    Raises ValueError where the filter or a pattern matches nothing, where nothing can be changed, where a kernel does not take
-    a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
-    After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
+    Raises ValueError if the filter or a pattern matches nothing, if no layer can be quantized, if a kernel does not support a
+    weight, and if calibration did not reach a layer; TypeError for another kind of config. The model is unchanged then. After a
+    later error (out of memory, an interruption) every weight is either original or quantized; see the module text.
     """
     request = None
     how = blocks is not None or offload or resume is not None or prefix != "quantized"
@@ -258,8 +258,8 @@ def _refuse_sharded(plan: QuantizationPlan) -> None:
         if hasattr(change.parameter, "full_tensor"):
             raise TypeError(
                 f"{change.name} is a DTensor, which quantize_ does not take; it changed nothing. Quantize the "
-                f"model first, then shard it; from_pretrained of transformers does both where it is given "
-                f"quantization_config=ao_lab.HfConfig(config) beside tp_plan or distributed_config"
+                f"model first, then shard it; from_pretrained of transformers does both with "
+                f"quantization_config=ao_lab.HfConfig(config) and tp_plan or distributed_config"
             )
 
 
@@ -378,7 +378,13 @@ def keep_report(model: nn.Module, plan: QuantizationPlan) -> None:
             reasons[name] = "quantize_ stopped before it; call it again"
     report = described(model, reasons)
     object.__setattr__(model, ATTRIBUTE, report)
-    LOG.info("%d of %d weights are quantized now", len(quantized), len(report.layers))
+    planning = all(slot.parameter.is_meta for slot in quantizable_parameters(model))
+    LOG.log(
+        logging.DEBUG if planning else logging.INFO,
+        "%d of %d weights are quantized now",
+        len(quantized),
+        len(report.layers),
+    )
     for layer in report.layers:
         LOG.debug("%s: %s, %s", layer.name, layer.scheme or "left", layer.reason)
 
@@ -561,7 +567,7 @@ def _check_seen(observers: Mapping[str, Observer]) -> None:
         told = "; ".join(f"{reason} by {shorten(names)}" for reason, names in reasons.items())
         raise ValueError(
             f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
-            f"outside of compiled programs) with the values that they will have, or leave them out by filter_fn"
+            f"outside of compiled programs) with the values that they will have, or exclude them with filter_fn"
         )
 
 

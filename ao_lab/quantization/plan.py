@@ -78,7 +78,8 @@ def planned(
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
-            f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names"
+            f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names, "
+            "and SchemeConfig(scheme=NAME) for a scheme"
         )
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = QuantizationPlan(), 0, Checks(device, streamed)
@@ -203,7 +204,7 @@ def _refuse_plain_elements(full: str, parameter: torch.Tensor) -> None:
     if isinstance(parameter, SparseQuantizedTensor) and is_plain(parameter.scheme):
         raise ValueError(
             f"{full} is in 2:4 storage already, its elements as they were; quantize_ changed nothing. Prune with "
-            f"SparsityConfig(storage='dense'), then quantize with sparsity='2:4', or leave it out by filter_fn"
+            f"SparsityConfig(storage='dense'), then quantize with sparsity='2:4', or exclude it with filter_fn"
         )
 
 
@@ -225,9 +226,9 @@ def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor)
     axis = contraction_axis(module, parameter) if config.axis is None else config.axis
     if axis is None:
         raise ValueError(
-            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether it multiplies with "
-            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or where it is "
-            f"no batch of matrices leave it out by filter_fn (ao_lab.linear_and_experts does)"
+            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether its weight is "
+            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or if it is "
+            f"not a batch of matrices exclude it with filter_fn (ao_lab.linear_and_experts does)"
         )
     return axis
 
@@ -242,7 +243,13 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
             f"quantize_: the filter matches layers, but none of them can be changed: {', '.join(meant[:3])}"
             f"{', ...' * (len(meant) > 3)} {ALREADY}; for other schemes load the dense model again and quantize that"
         )
-    first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
+    groups: dict[str, list[str]] = {}
+    for name in meant or plan.reasons:
+        groups.setdefault(plan.reasons[name], []).append(name)
+    first = [
+        f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {reason}"
+        for reason, names in list(groups.items())[:3]
+    ]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 

@@ -158,10 +158,10 @@ def preparation(module: nn.Module) -> str:
 
 
 def explain(model: nn.Module) -> Report:
-    """What every layer of a model is: its schemes, the function that computes with it and why.
+    """Report on every layer of a model: its schemes, the kernel that computes with it, and why.
 
-    Layers that were tuned list what was chosen, for each range of rows and direction, with measured times and errors.
-    Reasons of layers that were left are those that `quantize_` gave, where it ran on this model.
+    Tuned layers list the choice for each range of tokens and direction, with measured times and errors. Reasons of layers that
+    were left are those that `quantize_` gave, if it ran on this model.
     """
     check_model(model)
     return described(model, known_reasons(model))
@@ -287,13 +287,13 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     named = weight.recipe.kernel
     if groups_reason(transposed, weight.dtype) is None:
         count = average_rows_as_stored(transposed.stored, weight.dtype)
-        return "fused" if count >= ALL_ROWS else f"fused, up to {count} rows an expert on average"
+        return "fused" if count >= ALL_ROWS else f"fused, up to {count} tokens an expert on average"
     # A model of them may lie on the host, where its products raise and reports do not.
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
     if name == SPARSE_INT4:
         from ao_lab.gemm.sparse import MOST_ROWS
 
-        return f"{name}, up to {MOST_ROWS} rows"
+        return f"{name}, up to {MOST_ROWS} tokens"
     if name == "dequantize" and isinstance(weight, SparseQuantizedTensor) and on_gpu(weight):
         return SLOWER
     if name != "fused":
@@ -301,7 +301,7 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     count = most_fused_rows(transposed, weight.dtype)
     if count >= ALL_ROWS:
         return name
-    return f"fused, up to {count} row{'s' * (count > 1)}"
+    return f"fused, up to {count} token{'s' * (count > 1)}"
 
 
 def on_gpu(weight: torch.Tensor) -> bool:
@@ -317,10 +317,10 @@ def warn_of_slower(report: Report, names: Iterable[str]) -> None:
         return
     schemes = ", ".join(dict.fromkeys(layer.scheme for layer in slower))
     warnings.warn(
-        f"{len(slower)} of {len(given)} layers, {slower[0].name} among them, are dequantized in every product and slower than "
-        f"bfloat16: no kernel of this GPU multiplies 2:4 storage of {schemes}. What is multiplied as it is stored: "
+        f"{len(slower)} of {len(given)} layers, {slower[0].name} among them, are dequantized in every forward pass and "
+        f"slower than bfloat16: no kernel for this GPU reads 2:4 storage of {schemes}. There are kernels for "
         f"Int4WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig and Float8DynamicActivationFloat8WeightConfig; without "
-        f"sparsity='2:4' pruned weights take the kernels of dense storage",
+        f"sparsity='2:4' pruned weights use the kernels of dense storage",
         stacklevel=4,
     )
 

@@ -47,14 +47,14 @@ def sparsify_(
     Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are. With
     SparsityConfig(storage="compressed") they become frozen parameters in 2:4 storage, for inference (weights that are 2:4
     already are compressed as they are by score "magnitude"); to quantize as well, prune dense and give quantize_'s
-    configuration sparsity="2:4". filter_fn(module, name) says which linear layers; without it those are all nn.Linear (and
+    configuration sparsity="2:4". filter_fn(module, name) selects linear layers. Default: all nn.Linear (and
     transformers' Conv1D) inside the model's lists of blocks, or of the whole model where it has none; routers of experts stay
     dense. A weight that a layer shares with one that is not pruned becomes its own.
 
     calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of arguments, or a mapping of
-    keywords of a call of the model). The blocks are walked in their order, and each is pruned by the inputs that the pruned
-    ones before it make (`ao_lab.transforms.walk`); in eval mode, without gradients and caches. Sums over inputs are made call
-    by call, so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
+    keywords of a call of the model). The blocks are walked in their order, and each is pruned with the inputs that the pruned
+    ones before it produce (`ao_lab.transforms.walk`); in eval mode, without gradients and caches. Inputs are summed per call,
+    so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
     longest; "" takes the whole model as one. offload: inputs wait in host memory. progress(name, done, total) is called after
     each weight. "sparsegpt" computes in float64.
 
@@ -172,8 +172,8 @@ def _check_usable(statistics: Statistics) -> None:
     """ValueError where sums over inputs tell no channels apart, before a weight of their block is pruned."""
     if names := statistics.unusable():
         raise ValueError(
-            f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32, so that they tell no channels apart; "
-            f"leave out batches of huge values, look for the weights that make them, or leave these layers out by filter_fn"
+            f"{shorten(names)}: sums of squared inputs hold NaN or overflow float32, so that they tell no channels apart; "
+            f"leave out batches of huge values, look for the weights that make them, or exclude these layers with filter_fn"
         )
 
 

@@ -167,7 +167,7 @@ class SparsityPlan(Plan[T]):
             alike.setdefault(why, []).append(name)
         if alike:
             told = shorten([f"{shorten(names)}: {why}" for why, names in alike.items()], 3)
-            raise ValueError(f"sparsify_ changed nothing. {told}. Or leave these layers out by filter_fn")
+            raise ValueError(f"sparsify_ changed nothing. {told}. Or exclude these layers with filter_fn")
 
     def report(self, model: nn.Module, done: dict[str, SparseLayer]) -> SparsityReport:
         """What was done to every parameter: these lines, and those of what was left."""
@@ -234,9 +234,7 @@ def _decided(select: Selection, slot: Slot) -> tuple[bool, str]:
             return select.accepts(module, path), EXPERTS
         return False, reason or f"{type(module).__name__}: only linear layers are pruned"
     if name != "weight" or parameter.dim() != 2:
-        return False, torch_prune_reason(
-            module, name
-        ) or "it is not the matrix that the layer multiplies with"
+        return False, torch_prune_reason(module, name) or "it is not the weight of the layer's matmul"
     return select(module, path)
 
 
@@ -280,9 +278,7 @@ def _kind_reason(target: Target, config: SparsityConfig) -> str | None:
     if parameter.dtype not in DTYPES:
         return f"{parameter.dtype} is not float32, bfloat16 or float16; convert the model first"
     if len({is_transposed(module) for module, _ in target.places.values()}) > 1:
-        return (
-            f"{' and '.join(target.places)} share it and multiply it along different axes; untie them first"
-        )
+        return f"{' and '.join(target.places)} share it and use it along different axes; untie them first"
     return (
         unsupported_reason(module, name, parameter)
         or layout_reason(parameter)
@@ -369,7 +365,7 @@ def in_place_reason(w: torch.Tensor, inference: bool = False) -> str | None:
     """Why a tensor cannot be written in place, and the way out. inference: whether that is tried inside inference mode."""
     clone = "module.weight = torch.nn.Parameter(module.weight.detach().clone()) outside of it"
     if w.is_inference() and not inference:
-        return f"it was made under torch.inference_mode and cannot be written in place; {clone} makes it a plain one"
+        return f"it was made under torch.inference_mode and cannot be written in place; {clone} makes it an ordinary tensor"
     if any(step == 0 and length > 1 for length, step in zip(w.shape, w.stride(), strict=True)):
         clone = "module.weight = torch.nn.Parameter(module.weight.detach().contiguous())"
         return f"it was expanded: several elements are one in memory; {clone} gives each its own"
@@ -382,8 +378,8 @@ def torch_prune_reason(module: nn.Module, name: str) -> str | None:
     if plain == name or not hasattr(module, f"{plain}_mask"):
         return None
     return (
-        f"torch.nn.utils.prune computes the layer's {plain} from it; torch.nn.utils.prune.remove(module, {plain!r}) makes it a "
-        f"plain one with zeros"
+        f"torch.nn.utils.prune computes the layer's {plain} from it; torch.nn.utils.prune.remove(module, {plain!r}) turns it "
+        f"into an ordinary tensor with zeros"
     )
 
 

@@ -69,7 +69,7 @@ def _rows_apart(table: QuantizedTensor) -> Any:
     """A table as `fast` knows it, its rows along its first axis."""
     if len(table.shape) != 2 or table.meta.flat is not None or table.meta.transposed:
         raise ValueError(
-            f"embedding_bag takes a table of shape (rows, width) as it was quantized, got a view of shape {tuple(table.shape)}"
+            f"embedding_bag takes a table of shape (rows, width) as quantized, got a view of shape {tuple(table.shape)}"
         )
     return table.plain.stored
 

@@ -133,7 +133,7 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
     activation, kernel, layout, flat = (fields[name] for name in ("activation", "kernel", "layout", "flat"))
     if kernel in SPARSE_KERNELS and layout != SPARSE:
         raise ValueError(
-            f"kernel {kernel!r} multiplies weights in {SPARSE} storage alone, this one's is {layout!r}"
+            f"kernel {kernel!r} supports weights in {SPARSE} storage only, this one's is {layout!r}"
         )
     recipe = recipe_of(
         weight=scheme_from(fields["weight"]),
@@ -160,7 +160,7 @@ KERNELS = ("auto", "fused")
 def recipe_reason(recipe: Recipe) -> str | None:
     """Why weights of a recipe are not preshuffled; None where the stored weight decides."""
     if recipe.activation is not None and _are_multiplied_as_codes(recipe.activation, recipe.weight):
-        return "its codes are multiplied by those of its inputs as they are"
+        return "its quantized values are multiplied directly with those of its inputs"
     return None if recipe.kernel in KERNELS else f"its kernel must be {' or '.join(KERNELS)}"
 
 

@@ -230,7 +230,7 @@ class QuantizedTensor(torch.Tensor):
         if name == self.meta.layout:
             return self.remade(self.parts)
         if name == PRESHUFFLED and (reason := unsupported_reason(self)) is not None:
-            raise ValueError(f"{self!r} is not {name}: {reason}; leave it plain")
+            raise ValueError(f"{self!r} is not {name}: {reason}; keep layout 'plain'")
         q = LAYOUTS[name].forward(self.quantized)
         parts = {part: getattr(q, part) for part in ("codes", "scale", "zero")}
         return self.remade({**self.parts, **parts}, layout=name)
@@ -438,7 +438,7 @@ def quantized(
 ) -> QuantizedTensor:
     """x in the scheme of a recipe (or a scheme, by name or record), its blocks along `axis`.
 
-    Codes, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
+    Values, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
     """
     if not isinstance(recipe, Recipe):
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
@@ -524,12 +524,13 @@ def _instead(func: Any) -> str:
     """What can be done in place of an operator that is not in the table."""
     if func._schema.is_mutable:
         return (
-            "in place it takes sums, products and copies alone, which quantize it again, and no optimizer's steps, which would "
-            "be rounded away: freeze it, and train adapters, its dequantize()d copy, or a model prepared with QATConfig"
+            "in-place it supports sums, products and copies only, which quantize it again, and not an optimizer's steps, "
+            "which would be rounded away: freeze it, and train adapters, its dequantize()d copy, or a model prepared with "
+            "QATConfig"
         )
     return (
-        "dequantize() it first. It can be multiplied by, looked up in, sliced along blocks, viewed, moved and copied, and read "
-        "by arithmetic; ao_lab.tensor.op_registry.OPERATIONS has it all"
+        "dequantize() it first. It supports matmuls, embedding lookup and arithmetic, and can be sliced along blocks, "
+        "viewed, moved and copied, and read by arithmetic; ao_lab.tensor.op_registry.OPERATIONS has it all"
     )
 
 

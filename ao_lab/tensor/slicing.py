@@ -324,8 +324,8 @@ def _check_slice(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     if start < end and (start % step or (end != length and end % last_step)):
         raise ValueError(
             f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of "
-            f"{block_sizes(t)[dim]} or a byte of packed codes or metadata; cut at multiples of {step} (among ranks: as many as "
-            f"divide {-(-length // step)}), or dequantize() first"
+            f"{block_sizes(t)[dim]} or a byte of packed values or metadata; cut at multiples of {step} (among ranks: as many "
+            f"as divide {-(-length // step)}), or dequantize() first"
         )
 
 

@@ -86,7 +86,7 @@ def stored_like(
     if (reason := not_sparse(x, t.recipe)) is not None:
         raise ValueError(
             f"{t!r} takes dense numbers that are 2:4: {reason}. An update that fills pruned places, as a merged adapter's "
-            f"does, stays beside the weight, or goes to its to_dense()"
+            f"does, stays separate from the weight, or goes to its to_dense()"
         )
     if scales is None or is_plain(t.scheme):
         result = quantized_compressed(x, t.recipe, input_scales=input_scales)

@@ -145,8 +145,8 @@ def refuse_onnx(tensor: Any) -> None:
     onnx: Any = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
         raise ValueError(
-            f"torch.onnx.export(dynamo=False) reads weights as plain memory, and a QuantizedTensor ({tensor.scheme.name}) has "
-            f"none: give the layer nn.Parameter(weight.dequantize()) first"
+            "torch.onnx.export(dynamo=False) reads weights as contiguous memory, and a QuantizedTensor "
+            f"({tensor.scheme.name}) has none: give the layer nn.Parameter(weight.dequantize()) first"
         )
 
 
@@ -160,8 +160,8 @@ def refuse_storage(weight: Any, *_: Any, **__: Any) -> NoReturn:
     """ValueError: libraries that write a tensor's storage cannot write one of several parts."""
     raise ValueError(
         f"{weight!r} is several tensors, without one storage that safetensors or accelerate could write. Save the model by "
-        f"ao_lab.save_pretrained(model, folder), or model.save_pretrained(folder) of transformers; what is in training, and a "
-        f"state dict, by torch.save, or accelerate's save_state and save_model with safe_serialization=False"
+        f"ao_lab.save_pretrained(model, folder), or model.save_pretrained(folder) of transformers; models in training and "
+        f"state dicts by torch.save, or accelerate's save_state and save_model with safe_serialization=False"
     )
 
 

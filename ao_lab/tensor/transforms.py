@@ -133,13 +133,13 @@ def other_product(*args: Any, **kwargs: Any) -> None:
     """ValueError for what would find one scale over all examples; None for other products."""
     for weight in args:
         if isinstance(weight, QuantizedTensor) and any(map(is_batched, args)) and shares_scales(weight):
-            raise ValueError(_message(weight, "is multiplied under torch.vmap by F.linear alone"))
+            raise ValueError(_message(weight, "supports only F.linear under torch.vmap"))
 
 
 def _message(weight: QuantizedTensor, what: str) -> str:
     return (
-        f"{weight!r} {what}: its inputs have one scale for all rows, which must not be found over several examples. Call it "
-        f"for one example after the other, or quantize with a scale for each row (PerRow)"
+        f"{weight!r} {what}: its inputs have one scale for all tokens, which must not be shared by several examples. Call it "
+        f"for one example at a time, or quantize inputs with a scale for each token (PerRow)"
     )
 
 

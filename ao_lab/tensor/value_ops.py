@@ -110,7 +110,7 @@ def _tell(func: Any, target: QuantizedTensor, before: torch.Tensor, wanted: torc
     if (target.dequantize() - wanted).norm() > TOLD * asked > 0:
         warnings.warn(
             f"{func} of a weight in {target.scheme.name}: more than half of the change is smaller than its steps and was "
-            f"rounded away. Keep an adapter beside the weight instead of merging it, or merge it into the dense model and "
+            f"rounded away. Keep an adapter next to the weight instead of merging it, or merge it into the dense model and "
             f"quantize that",
             UserWarning,
             stacklevel=2,

@@ -343,7 +343,7 @@ def check_part(target: QuantizedTensor, source: QuantizedTensor) -> None:
         return
     if base.meta.layout != target.meta.layout:
         raise ValueError(
-            f"copy_ into {tuple(target.shape)} of {base!r}, whose slices are copies in the plain layout: what is written there "
+            f"copy_ into {tuple(target.shape)} of {base!r}, whose slices are copies in layout 'plain': writes there "
             f"would be lost; change a dequantize()d copy, and copy_ that whole"
         )
     if base.numel() == target.numel():

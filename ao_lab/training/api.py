@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from ao_lab.transforms.layers import check_model, is_experts, is_linear, routers
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
 from reference.arrays.namespace import choice
 from reference.training.recipe import Recipe, recipe_of
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,25 +74,26 @@ def convert_for_training_(
     fsdp_float8_all_gather: bool = False,
     fuse: bool | Iterable[str] = False,
 ) -> Converted:
-    """Let linear layers of `model` train by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a record.
+    """Let linear layers of `model` train in low precision by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a
+    record.
 
-    filter_fn(module, name) says which modules; without it those are all nn.Linear but routers, and (unless `experts` is False)
-    modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped
-    products. Modules, parameters, names and hooks stay what they are: checkpoints load both ways, optimizers need not know.
-    Layers whose lengths the recipe cannot take, and subclasses of nn.Linear, stay as they are and are listed with the reason;
-    layers prepared for QAT (without learned scales) round their operands first and train by the recipe then. Other modules with
-    matrices (convolutions, LSTMs, embeddings) that filter_fn accepts are listed too.
-    pad: such lengths are padded with zeros instead. Rows (tokens) are of any number: rows of zeros are added where blocks along
-    them ask for it. kernel: what computes the products: "auto" is what `ao_lab.tune` chose, or else the default; "emulate" is
-    float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
-    fsdp_float8_all_gather: FSDP2 gathers weights as codes, half the bytes of bfloat16, where `fully_shard` follows; the weight
-    of the inputs' gradient is then made of these codes (see `ao_lab.training.fsdp`). Saved models are plain.
-    fuse: True makes RMSNorm and SwiGLU between the linear layers one kernel forward and one backward, whichever class computes
-    them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused_modules`). What computes otherwise stays
-    and is listed.
-    Raises ValueError for an unknown recipe, where the filter accepts nothing, where no layer can be converted, and where the
-    fast path of nn.TransformerEncoderLayer would compute past converted layers in eval mode; TypeError for anything but a
-    model. After an error nothing has changed.
+    filter_fn(module, name) selects modules. Default: all nn.Linear except routers, and (unless `experts` is False) modules of
+    batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped matmuls.
+    Modules, parameters, names and hooks stay the same: checkpoints load both ways, and optimizers need no change. Layers whose
+    dimensions the recipe does not support, and subclasses of nn.Linear, are left and listed with the reason; layers prepared
+    for QAT (without learned scales) first round their operands and then train with the recipe. Other modules with matrices
+    (convolutions, LSTMs, embeddings) that filter_fn selects are listed too.
+    pad: pad unsupported dimensions with zeros instead. The number of tokens is free: zero rows are added if blocks along tokens
+    need them. kernel: "auto": the choice of `ao_lab.tune`, else the default; "emulate": float32 matmuls of the operands, which
+    is the default on CPUs and on GPUs without FP8 units; "dequantize"; "scaled_mm".
+    fsdp_float8_all_gather: FSDP2 gathers quantized weights, half the bytes of bfloat16, if `fully_shard` follows; the weight in
+    the input gradient is then computed from these (see `ao_lab.training.fsdp`). Saved models have ordinary weights.
+    fuse: True computes RMSNorm and SwiGLU between the linear layers in one kernel forward and one backward, whichever class
+    they have; names among "norm", "swiglu" and "rotary" select (see `ao_lab.training.fused_modules`). Modules that compute
+    something else are left and listed.
+    Raises ValueError for an unknown recipe, if the filter selects nothing, if no layer can be converted, and if the fast path
+    of nn.TransformerEncoderLayer would bypass converted layers in eval mode; TypeError for anything but a model. After an error
+    the model is unchanged.
     """
     check_model(model)
     record = recipe_of(recipe)
@@ -110,6 +114,7 @@ def convert_for_training_(
                 train_experts_by(module, settings)
         gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
         fused, not_fused = fuse_layers_(model, kinds)
+    LOG.info("recipe %s: %d modules converted, %d left", record.name, len(found.chosen), len(found.left))
     return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused)
 
 
@@ -166,13 +171,11 @@ def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> Non
     if found.chosen:
         return
     if not unsupported:
-        raise ValueError(
-            "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
-        )
+        raise ValueError("no layer to convert: filter_fn refused all, or the model has only routers")
     first = unsupported[0]
     where = f"{first}: " if first else ""
     raise ValueError(
-        f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {where}{found.left[first]}"
+        f"recipe {settings.recipe.name!r} supports none of {len(unsupported)} selected layers; {where}{found.left[first]}"
     )
 
 
@@ -201,7 +204,7 @@ def holds_matrices(module: nn.Module) -> bool:
 def other_reason(module: nn.Module) -> str:
     """Why a module that holds matrices is none that recipes train."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention multiplies with its weight without calling it"
+        return "nn.MultiheadAttention uses its weight without calling it"
     if is_experts(module):
         return "experts=False"
     return f"recipes train nn.Linear and batched experts, and this is a {type(module).__name__}"
@@ -236,11 +239,12 @@ def _restore(module: object) -> None:
 
 
 def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
-    """Make every module that `convert_for_training_` changed what it was; their names. Parameters stay, and so do
-    parametrizations.
+    """Undo `convert_for_training_`: every converted module becomes what it was; returns their names. Parameters and
+    parametrizations stay.
 
-    A UserWarning names modules whose forward never ran while others' did (a chunked loss that multiplies with `lm_head.weight`
-    itself): they did not train by the recipe. Of compiled programs this is not known, and nothing is said.
+    A UserWarning names modules whose forward never ran while others' did (for instance a chunked loss that uses
+    `lm_head.weight` directly): they did not train with the recipe. For compiled programs this is unknown, and there is no
+    warning.
     """
     check_model(model)
     kinds = (LowPrecisionLinear, LowPrecisionExperts)
@@ -254,7 +258,7 @@ def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
         _restore(module)
     if idle:
         warnings.warn(
-            f"forward never ran: {shorten(idle)} did not train by the recipe; what multiplies with their weight itself "
+            f"forward never ran: {shorten(idle)} did not train with the recipe; code that uses their weight directly "
             f"(a fused or chunked loss) has to call the module",
             UserWarning,
             stacklevel=2,

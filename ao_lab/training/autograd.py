@@ -281,7 +281,7 @@ def _gradients(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="ao_lab: a step that repeats launches its kernels past the compiler; compile backward without fullgraph=True"
+    reason="ao_lab: a step that repeats launches its kernels outside of the compiler; compile backward without fullgraph=True"
 )
 def _prepared_untraced(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
     return _gradients(ctx, g)
@@ -381,7 +381,7 @@ def _refuse_trace(layer: str) -> None:
 def refuse(layer: str, transform: str) -> NoReturn:
     """NotImplementedError that names a layer and a transform."""
     raise NotImplementedError(
-        f"{layer} trains by a recipe, whose products have no rule for {transform}; of linear layers {ONCE}"
+        f"{layer} trains with a recipe, which does not support {transform}; of linear layers {ONCE}"
     )
 
 

@@ -29,8 +29,8 @@ from reference.training.recipe import Operand, Recipe
 
 #: What torch.compile(fullgraph=True) says of a recipe that rounds stochastically.
 DRAWS = (
-    "ao_lab: this training recipe rounds stochastically, by a seed that the host draws at each step; call torch.compile "
-    "without fullgraph=True, or train by a recipe that rounds to nearest, such as 'mxfp8'"
+    "ao_lab: this training recipe rounds stochastically, by a seed drawn on the host at each step; call torch.compile "
+    "without fullgraph=True, or train with a recipe that rounds to nearest, such as 'mxfp8'"
 )
 
 Grad = torch.Tensor | None
@@ -223,5 +223,5 @@ def _kept_values(
 def scheme_of(operand: Operand) -> Scheme:
     """The scheme of an operand that is quantized."""
     if operand.scheme is None:
-        raise ValueError("a dense operand has no codes; use TrainingLinear")
+        raise ValueError("a dense operand has no quantized values; use TrainingLinear")
     return operand.scheme

@@ -68,18 +68,18 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How a product's sums are accumulated: fast leaves them to the tensor core's own accumulator."""
+    """How a matmul accumulates: fast uses the accumulator of the tensor core alone."""
 
     use_fast_accum: bool = False
 
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """What torchao's class of this name says: the cast of each operand and the accumulation of each product.
+    """As torchao's class of this name: the cast of each operand and the accumulation of each matmul.
 
-    A cast for a gradient's product that is None is that of the output's product. pad_inner_dim: lengths that are no
-    multiple of 16 are padded with zeros; otherwise layers that have some stay as they are. emulate: products in float32.
-    enable_fsdp_float8_all_gather: FSDP2 gathers weights as codes; `precompute_float8_dynamic_scale_for_fsdp` after each step
+    A cast for a gradient matmul that is None is that of the output's matmul. pad_inner_dim: dimensions that are no
+    multiple of 16 are padded with zeros; otherwise such layers are left as they are. emulate: matmuls in float32.
+    enable_fsdp_float8_all_gather: FSDP2 gathers quantized weights; `precompute_float8_dynamic_scale_for_fsdp` after each step
     finds the scales of all of them at once. Rowwise scaling has it too where scales are powers of two.
     """
 

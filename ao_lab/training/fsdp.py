@@ -161,8 +161,8 @@ def fsdp_pre_all_gather(
     x, scales, whole = self.dense.to(dtype), None, tuple(outer_size)
     if self.shape[1:] != whole[1:]:
         raise ValueError(
-            f"weights that travel as codes are split along axis 0, got a shard {tuple(self.shape)} of {whole}; leave out "
-            f"shard_placement_fn, or the FP8 all-gather"
+            f"weights that are gathered quantized are split along axis 0, got a shard {tuple(self.shape)} of {whole}; leave "
+            "out shard_placement_fn, or the FP8 all-gather"
         )
     if self.scheme.scale.block == "tensor":
         scales = Scales(scale_of(self, whole[0], mesh.get_group(), module, dtype))
@@ -213,7 +213,7 @@ def gather_recipe(recipe: Recipe) -> Recipe:
     reason = unsupported_reason(recipe)
     if reason is not None:
         raise ValueError(
-            f"recipe {recipe.name!r} gathers weights in their own dtype, not as codes: {reason}; leave out the FP8 all-gather"
+            f"recipe {recipe.name!r} gathers weights in their own dtype, not quantized: {reason}; leave out the FP8 all-gather"
         )
     operand = recipe.input_grad.b
     if operand.scheme == recipe.output.b.scheme and operand.scheme and operand.scheme.scale.block == "tensor":
@@ -234,7 +234,11 @@ def unsupported_reason(recipe: Recipe) -> str | None:
         return f"{scheme.element} is no format of 8 bits"
     block = scheme.scale.block
     if block == "tensor":
-        return None if recipe.input_grad.b.scheme == scheme else "the input's gradient takes other codes"
+        return (
+            None
+            if recipe.input_grad.b.scheme == scheme
+            else "the input's gradient uses other quantized values"
+        )
     if not isinstance(block, int):
         return f"blocks of {block} span rows, which lie on several ranks"
     return None if has_powers_of_two(scheme) else f"scales of {scheme.name} are no powers of two"
@@ -273,8 +277,8 @@ class GatheredLinear(LowPrecisionLinear):
         x, weight = super().operands(input)
         if type(weight) is torch.Tensor and getattr(weight._base, "_is_flat_param", False):
             raise ValueError(
-                "FullyShardedDataParallel (FSDP1) gathers no codes: convert without fsdp_float8_all_gather, or shard by "
-                "fully_shard"
+                "FullyShardedDataParallel (FSDP1) cannot gather quantized weights: convert without fsdp_float8_all_gather, "
+                "or shard by fully_shard"
             )
         return x, weight
 
@@ -287,8 +291,8 @@ class GatheredLinear(LowPrecisionLinear):
         """The plain weight again; ValueError where FSDP2 holds the shard."""
         if hasattr(self.weight, "_local_tensor"):
             raise ValueError(
-                "the weight is sharded, and FSDP2 gathers it as codes: convert the layers back before fully_shard, or load the "
-                "state_dict, which is plain, into a model that is not converted"
+                "the weight is sharded, and FSDP2 gathers it quantized: convert the layers back before fully_shard, or load "
+                "the state_dict, which is unquantized, into a model that is not converted"
             )
         # A parametrization holds the weight under another name.
         for parameter in self.parameters():

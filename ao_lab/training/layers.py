@@ -70,9 +70,7 @@ class LowPrecisionLinear(ConvertedModule, nn.Linear):
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is; None: it takes its weight as any other."""
         name = self.low_precision.recipe.name
-        return (
-            f"it trains by recipe {name!r}; ao_lab.convert_from_training_(model) makes it an nn.Linear again"
-        )
+        return f"it trains with recipe {name!r}; ao_lab.convert_from_training_(model) makes it an nn.Linear again"
 
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
@@ -223,7 +221,7 @@ def class_of(module: nn.Module) -> type[LowPrecisionLinear] | str:
     known = CLASSES.get(type(module))
     if isinstance(module, LowPrecisionLinear):
         name = module.low_precision.recipe.name
-        return f"it trains by recipe {name!r} already; ao_lab.convert_from_training_(model) first"
+        return f"it trains with recipe {name!r} already; ao_lab.convert_from_training_(model) first"
     if known is None:
         return f"recipes train nn.Linear itself; a {type(module).__name__} may compute otherwise"
     return known(module)

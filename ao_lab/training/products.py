@@ -118,7 +118,7 @@ def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool, launched: boo
             first != "codes" or _codes_pay(a, b, fast_sums, launched)
         ):
             return first
-    raise ValueError("no function multiplies these operands")
+    raise ValueError("no kernel supports these operands")
 
 
 @constant_result
@@ -171,7 +171,7 @@ def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
     if not (a.codes.is_cuda and torch.cuda.get_device_capability(a.codes.device) == HOPPER):
         return "it needs a GPU of compute capability {}.{}".format(*HOPPER)
     if not {a.scheme.element, b.scheme.element} <= FLOAT8.keys():
-        return "it multiplies e4m3 and e5m2"
+        return "it supports e4m3 and e5m2"
     if not (is_one_scale(a.scheme) and is_one_scale(b.scheme)):
         return "each tensor or each row must have one float32 scale for decoding"
     if a.shape[1] % STEP or a.shape[0] * b.shape[0] == 0:
@@ -265,7 +265,7 @@ def unsupported_reason(a: Any, b: Any) -> str | None:
         return "it needs a GPU with FP8 units"
     kinds = {a.scheme.element, b.scheme.element}
     if not kinds <= FLOAT8.keys() or kinds == {"float8_e5m2"}:
-        return "it multiplies e4m3 by e4m3 or e5m2"
+        return "it supports e4m3 by e4m3 or e5m2"
     if not (is_one_scale(a.scheme) and is_one_scale(b.scheme)):
         return "each tensor or each row must have one float32 scale for decoding"
     if a.shape[1] % STEP or b.shape[0] % STEP or 0 in (*a.shape, *b.shape):

@@ -115,7 +115,7 @@ def split(module: nn.Module, mesh: Any, axis: str) -> None:
     """Let a converted layer compute a part of its axis; ValueError or TypeError, and nothing has changed, where it cannot."""
     if type(module) is not LowPrecisionLinear:
         raise TypeError(
-            f"this style splits layers that convert_for_training_ converted, without the FP8 all-gather; got "
+            f"this style is for layers that convert_for_training_ converted, without the FP8 all-gather; got "
             f"{type(module).__name__}"
         )
     settings, ranks = module.low_precision, mesh.size()

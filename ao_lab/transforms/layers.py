@@ -76,9 +76,9 @@ def quantizable_parameters(model: nn.Module) -> Iterator[Slot]:
 def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
     """Why a candidate cannot be quantized, from what its module does with it; None where it can."""
     if isinstance(module, ParametrizationList):
-        return "a parametrization computes the layer's weight from it; remove_parametrizations makes it a plain weight"
+        return "a parametrization computes the layer's weight from it; remove_parametrizations makes it an ordinary weight"
     if parameter.dim() == 2 and name != "weight":
-        return "it is not the weight that the layer multiplies with"
+        return "it is not the weight of the layer's matmul"
     if parameter.dim() == 3 and parameter.shape[0] == 1:
         return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
     if parameter.dim() == 3 and 1 in parameter.shape:
@@ -115,7 +115,7 @@ def computed_reason(module: nn.Module) -> str | None:
         names = " and ".join(type(one).__name__ for one in module.parametrizations["weight"])  # type: ignore[index]
         return (
             f"the parametrization {names} computes its weight; "
-            f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it plain"
+            f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it an ordinary weight"
         )
     for hook in module._forward_pre_hooks.values():
         kinds = {kind.__name__ for kind in type(hook).__mro__}
@@ -124,7 +124,7 @@ def computed_reason(module: nn.Module) -> str | None:
                 getattr(hook, "name", None),
                 getattr(hook, "_tensor_name", None),
             ):
-                return f"a hook ({type(hook).__name__}) computes its weight; {remove} makes it plain"
+                return f"a hook ({type(hook).__name__}) computes its weight; {remove} makes it an ordinary weight"
     return None
 
 
@@ -182,15 +182,15 @@ def is_batch(parameter: torch.Tensor) -> bool:
 
 
 def linear_and_experts(module: nn.Module, name: str) -> bool:
-    """A filter for `quantize_`: linear layers and batched experts. Routers and heads that are tied to the embedding stay dense,
-    as they do without a filter.
+    """A filter for `quantize_`: linear layers and batched experts. Routers and heads that are tied to the embedding stay
+    unquantized, as by default.
 
-    `quantize_(model, config, ao_lab.linear_and_experts)`. Without a filter experts stay dense, as in torchao.
+    `quantize_(model, config, ao_lab.linear_and_experts)`. By default (no filter) experts stay unquantized, as in torchao.
 
-    Experts are parameters with three axes whose module says which of them its products sum over (`is_transposed`, as
-    transformers marks them; the shapes of two projections; a forward that multiplies by torch's `linear` alone). Others, tables
-    of positions and kernels of attention among them, are left: a filter of one's own that accepts their module, and a
-    configuration with axis=-1 or axis=-2, quantizes them.
+    Experts are parameters with three axes whose module defines which axis its matmuls contract (`is_transposed`, as
+    transformers marks them; the shapes of two projections; a forward that uses torch's `linear` only). Other parameters, such
+    as position tables and attention kernels, are left: your own filter that selects their module, and a configuration with
+    axis=-1 or axis=-2, quantizes them.
     """
     return is_linear(module) or (is_experts(module) and says_its_axis(module))
 

@@ -38,8 +38,8 @@ ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own t
 
 #: Of a layer whose weight is also an embedding's.
 TIED = (
-    "its weight is that of {}, which stays dense: quantized it would be stored beside it; a filter_fn of your own that accepts "
-    "it, or its name in FqnToConfig, quantizes it"
+    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; a filter_fn of your "
+    "own that accepts it, or its name in FqnToConfig, quantizes it"
 )
 NO_EXPERTS = (
     "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
@@ -105,7 +105,7 @@ def selection(
 
 def _linear_layers(module: nn.Module, path: str) -> tuple[bool, str]:
     kind = type(module).__name__
-    return (True, kind) if is_linear(module) else (False, f"{kind}: without filter_fn only nn.Linear")
+    return (True, kind) if is_linear(module) else (False, f"{kind}: by default (no filter_fn) only nn.Linear")
 
 
 @dataclass

@@ -127,7 +127,7 @@ def check_reached(capture: Capture, names: Iterable[str], caller: str) -> None:
     if missing:
         raise ValueError(
             f"{caller} changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
-            f"calling their modules, or leave them out by filter_fn"
+            f"calling their modules, or exclude them with filter_fn"
         )
 
 

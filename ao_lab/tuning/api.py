@@ -9,6 +9,7 @@ weights), the family: candidates are those whose records take it (`fast.gemm.fam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from ao_lab.tuning.ranks import chosen_by_all, is_first_of_its_machine
 from ao_lab.tuning.samples import Sample, SampleInput, record
 from reference.schemes.schemes import record_of
 
+LOG = logging.getLogger(__name__)
+
 #: Told of each problem when it is measured: its layer, how many are, of how many.
 Progress = Callable[[str, int, int], None]
 
@@ -35,7 +38,7 @@ class Tuned:
     path: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.choices)} products tuned{f', saved in {self.path}' if self.path else ''}"]
+        lines = [f"{len(self.choices)} matmuls tuned{f', saved in {self.path}' if self.path else ''}"]
         for choice in self.choices:
             p = choice.problem
             kinds = " x ".join(scheme_name(key) for key in (p.a, p.b) if key)
@@ -59,30 +62,29 @@ def tune(
     save_choices: bool = True,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Measure the products of a model's layers on this device, and choose; layers follow at once, and after a restart.
+    """Measure the matmuls of a model's layers on this device and choose the fastest kernels, for this process and later ones.
 
-    Layers are those that train in low precision (`convert_for_training_`), experts among them, and nn.Linear with quantized
-    weights (`quantize_`), unless kernel= names their function.
+    Tuned are layers that train in low precision (`convert_for_training_`), experts included, and nn.Linear with quantized
+    weights (`quantize_`), unless kernel= fixes their kernel.
 
     sample_input: a tensor, a tuple or mapping of arguments, or a function of the model that returns a loss.
-    rows: further numbers of rows to measure each layer with, beside those that sample_input gives it: tokens, and of experts
-    tokens times the experts of each. A choice holds for rows up to the next power of two; `ao_lab.gemm.choices.nearest` says
-    what others get, which in the end is the default. So it is of fewer rows where a function for these alone was not measured.
-    error_budget: the largest error of a product, the norm of its difference over the exact product's norm. Candidates beyond
-    it are not chosen; where all are, a product of training stays dense, and a quantized weight takes the smallest error.
-    time_budget: None takes the quickest; a factor takes the smallest error among what needs at most so many times the quickest
-    time.
-    launches: how the model will run. "eager": a candidate costs what the GPU or 1.5 times what the host takes, whichever is
-    longer; "graph" (CUDA graphs, and torch.compile with them): what the GPU takes. A model that is to be compiled is tuned
-    before.
-    save_choices: for later processes, per GPU and library versions (`ao_lab.gemm.choices`).
+    rows: further numbers of tokens to measure each layer with, in addition to those of sample_input; of experts tokens times
+    the experts of each token. A choice holds for numbers up to the next power of two; `ao_lab.gemm.choices.nearest` defines
+    what other numbers get, in the end the default. If none was measured for a number, the choice of a smaller one holds.
+    error_budget: the largest relative error of a matmul: the norm of its difference from the exact result over the norm of
+    that. Candidates above it are not chosen; if all are above, a matmul of training stays in high precision, and a quantized
+    weight gets the candidate with the smallest error.
+    time_budget: None chooses the fastest; a factor chooses the most accurate candidate within that factor of the fastest time.
+    launches: how the model will run. "eager": a candidate costs the GPU's time or 1.5 times the host's, whichever is longer;
+    "graph" (CUDA graphs, and torch.compile with them): the GPU's time. Tune a model before compiling it.
+    save_choices: store the choices for later processes, by GPU and library versions (`ao_lab.gemm.choices`).
 
-    With torch.distributed all ranks call this, and have the same choices: those of the lowest rank that has such a layer.
+    With torch.distributed all ranks must call this, and get the same choices: those of the lowest rank that has the layer.
     The model is unchanged afterwards: buffers, values that modules hold, modes, gradients, and random generators
-    (`ao_lab.tuning.samples`); a UserWarning names parameters that the step on sample_input wrote to. Under
-    torch.use_deterministic_algorithms(True) layers follow the default rules, not these choices. Raises ValueError where no
-    layer is to be tuned, for budgets and rows that are not positive, and inside torch.compile, a CUDA graph's capture or
-    another tune; OSError, before anything is measured, where choices are to be saved and there is no place for a cache.
+    (`ao_lab.tuning.samples`); a UserWarning names parameters that the step on sample_input changed. Under
+    torch.use_deterministic_algorithms(True) layers follow the default rules, not these choices. Raises ValueError if there is
+    no layer to tune, for budgets and rows that are not positive, and inside torch.compile, a CUDA graph's capture or another
+    tune; OSError, before anything is measured, if choices are to be saved and the cache folder is not writable.
     """
     check_model(model)
     _refuse_inside()
@@ -151,6 +153,7 @@ def publish(made: Sequence[Choice], device: torch.device, keep: bool) -> Tuned:
     path = path_of(device)
     if is_first_of_its_machine():
         save(made, path, table.device)
+    LOG.info("%d matmuls tuned on %s, choices saved in %s", len(made), table.device, path)
     return Tuned(tuple(made), str(path))
 
 

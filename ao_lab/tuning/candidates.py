@@ -53,7 +53,7 @@ class Limits:
             raise ValueError(f"error_budget is a positive number or None, got {self.error!r}")
         if self.time is not None and not (_is_number(self.time) and self.time >= 1):
             raise ValueError(
-                f"time_budget is a factor of the quickest time, 1 or more, or None; got {self.time!r}"
+                f"time_budget is a factor of the fastest time, 1 or more, or None; got {self.time!r}"
             )
         choice(self.launches, LAUNCHES, "launches")
 
@@ -150,7 +150,7 @@ def product_choice(pair: Pair, limits: Limits) -> Choice:
     """The function for one product of a training step."""
     reasons = {name: one.unsupported_reason(pair.a, pair.b) for name, one in TRAINING.items()}
     if any(reason is None for name, reason in reasons.items() if name != EMULATION):
-        reasons[EMULATION] = "float32 of the same operands is for devices where nothing else multiplies them"
+        reasons[EMULATION] = "float32 of the same operands is for devices where no other kernel supports them"
 
     def call_of(name: str) -> Call:
         return lambda: product(pair.problem.direction, pair.a, pair.b, pair.record, pair.dtype, kernel=name)
@@ -242,7 +242,7 @@ def _serving_reason(one: select.Selected, w: QuantizedTensor, x: torch.Tensor) -
     if name == "reference":
         return "it runs on the host, for recipes that name it"
     if name == "fused" and _is_beyond_fused(w, x):
-        return f"for more than {most_fused_rows(w, x.dtype)} rows it is dequantize"
+        return f"for more than {most_fused_rows(w, x.dtype)} tokens it uses dequantize"
     reason = select.PRODUCTS[name].unsupported_reason(w, x.dtype)
     if reason is not None or not one.family:
         return reason

@@ -40,9 +40,9 @@ from reference.training.recipe import Product
 
 #: Why a function of `PRODUCTS` that stands before or behind the default is no candidate.
 REFUSED = {
-    "scaled_grouped_mm": "it multiplies e4m3 codes with a scale for each row, lengths multiples of 16, on Hopper and Blackwell",
+    "scaled_grouped_mm": "it supports e4m3 with a scale for each row, lengths multiples of 16, on Hopper and Blackwell",
     "grouped_mm": "it needs a GPU of compute capability 8.0",
-    "emulate": "float32 of the same operands is for devices where nothing else multiplies them",
+    "emulate": "float32 of the same operands is for devices where no other kernel supports them",
 }
 
 

@@ -106,7 +106,7 @@ def timings(
         walls[name] = hosts[name] = host_seconds(call, device)
     quickest = min(walls.values(), default=0.0)
     result: dict[str, Timing | str] = {
-        name: f"took {wall * 1e6:.0f} us at first, the quickest {quickest * 1e6:.0f} us"
+        name: f"took {wall * 1e6:.0f} us at first, the fastest {quickest * 1e6:.0f} us"
         for name, wall in walls.items()
         if wall > max(quickest * FIRST_DROP, SHORT)
     }

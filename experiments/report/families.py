@@ -1,4 +1,4 @@
-"""Who multiplies what: the page ``reports/families.md``, from the records of kernel families and what `fast.gemm.choose` says.
+"""Which kernel runs when: the page ``reports/families.md``, from the records of families and what `fast.gemm.choose` selects.
 
 Nothing is measured for it: choices are those on a Hopper GPU of 132 multiprocessors with NVRTC, and need no GPU.
 """
@@ -53,8 +53,12 @@ def tables() -> list[Table]:
     ]
     shapes = [f"{n} x {k}" for n, k in SHAPES]
     return [
-        Table("Families", ("family", "quickest for", "source"), families),
-        Table("Rows of bfloat16 by a weight (N x K)", ("weight", "layout", *shapes), ranges),
+        Table("Families", ("family", "fastest for", "source"), families),
+        Table(
+            "bfloat16 inputs by a weight (N x K): kernel by number of tokens",
+            ("weight", "layout", *shapes),
+            ranges,
+        ),
     ]
 
 

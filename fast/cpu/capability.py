@@ -37,7 +37,7 @@ class CpuCapability:
         have = [name for name, there in flags.items() if there]
         lack = [name for name, there in flags.items() if not there]
         parts = [self.instructions]
-        parts += [f"products in {', '.join(have)}"] if have else []
+        parts += [f"fast matmuls in {', '.join(have)}"] if have else []
         parts += [f"none in {', '.join(lack)}"] if lack else []
         return "; ".join(parts)
 

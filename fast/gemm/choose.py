@@ -357,10 +357,10 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         if self.last is None:
-            return f"{self.first} rows and more {self.name}" if self.first > 1 else self.name
+            return f"{self.first} tokens and more {self.name}" if self.first > 1 else self.name
         if self.first == self.last:
-            return f"{self.first} row{'s' * (self.first > 1)} {self.name}"
-        return f"{self.first}-{self.last} rows {self.name}"
+            return f"{self.first} token{'s' * (self.first > 1)} {self.name}"
+        return f"{self.first}-{self.last} tokens {self.name}"
 
 
 def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:

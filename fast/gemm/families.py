@@ -140,7 +140,7 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
     if not p.n or not p.k:
         return f"weights have rows and columns, got {p.shape}"
     if not 0 < p.rows <= takes.rows:
-        return f"there are 1 to {takes.rows} rows, got {p.rows}"
+        return f"there are 1 to {takes.rows} tokens, got {p.rows}"
     if p.n % takes.multiples[0] or p.k % takes.multiples[1] or (p.filled and not takes.filled):
         return f"n and k are multiples of {takes.multiples}, got {p.shape}"
     return "inputs have no zero points" if p.zero and p.layout == CODES and not takes.zero else None
@@ -237,7 +237,7 @@ _GEMV, _GEMM, _SMALL = (
 
 SM90_W4A16_GEMV = Family(
     "sm90_w4a16_gemv",
-    "1 to 8 rows by a preshuffled weight of int4, 1 to 16 by NF4, a few by 8 bits",
+    "preshuffled weights: 1 to 8 tokens with int4, 1 to 16 with NF4, a few with 8 bits",
     "fast/kernels/sm90_w4a16_gemv",
     (Takes(PRESHUFFLED, ELEMENTS, 16, multiples=(1, 128), sm90=True, filled=False, bfloat16=FACTORED),),
     {"linear": f"{_GEMV}.host:sm90_w4a16_gemv"},
@@ -245,7 +245,7 @@ SM90_W4A16_GEMV = Family(
 )
 TRITON_SMALL_M = Family(
     "triton_small_m",
-    "up to 128 rows by a preshuffled weight, between the other two; a few rows of each expert; two products at once",
+    "preshuffled weights, up to 128 tokens, between the other two; a few tokens per expert; two matmuls in one launch",
     "fast/kernels/triton_small_m",
     (
         Takes(PRESHUFFLED, ELEMENTS, 128),
@@ -262,7 +262,7 @@ TRITON_SMALL_M = Family(
 )
 SM90_W4A16_GEMM = Family(
     "sm90_w4a16_gemm",
-    "129 rows and more by a preshuffled weight, from 33 on where tiles fill the GPU; many rows of each expert",
+    "preshuffled weights, 129 tokens and more, from 33 on if tiles fill the GPU; many tokens per expert",
     "fast/kernels/sm90_w4a16_gemm",
     (
         Takes(PRESHUFFLED, ELEMENTS, multiples=(128, 128), sm90=True, filled=False),
@@ -276,50 +276,51 @@ SM90_W4A16_GEMM = Family(
 )
 SM90_INTN_SMALL_M = Family(
     "sm90_intn_small_m",
-    "rows up to 96 by packed integers of 2, 3, 5 or 6 bits, up to 32 where the weight has fewer than 8192 rows",
+    "packed integers of 2, 3, 5 or 6 bits, up to 96 tokens, or 32 if the weight has fewer than 8192 output channels",
     "fast/kernels/sm90_intn_small_m",
     (Takes(PLAIN, rows=128, sm90=True, filled=False),),
     chosen=_sm90_intn_small_m,
 )
 TRITON_GEMV_W4A16 = Family(
-    "triton_gemv_w4a16", "one row by packed 4-bit integers that are not preshuffled", "fast/kernels/triton_gemv",
+    "triton_gemv_w4a16", "one token, packed 4-bit integers that are not preshuffled", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_W8A16 = Family(
-    "triton_gemv_w8a16", "one row by 8-bit elements that are not preshuffled", "fast/kernels/triton_gemv",
+    "triton_gemv_w8a16", "one token, 8-bit elements that are not preshuffled", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_ANY = Family(
-    "triton_gemv_any", "one row by any other weight: codebooks, MX, six bits, odd lengths", "fast/kernels/triton_gemv",
+    "triton_gemv_any", "one token, any other weight: codebooks, MX, six bits, odd lengths", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
 )  # fmt: skip
 TRITON_GEMM_SMALL_M = Family(
-    "triton_gemm_small_m", "2 to 128 rows by a weight that is not preshuffled, 32 where scales change along K",
+    "triton_gemm_small_m", "2 to 128 tokens, weights that are not preshuffled; 32 if scales change along K",
     "fast/kernels/triton_gemv", (Takes(PLAIN, rows=128, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_W8A8 = Family(
-    "triton_gemv_w8a8", "one row of 8-bit codes by 8-bit codes", "fast/kernels/triton_gemv",
+    "triton_gemv_w8a8", "one token, 8-bit inputs by 8-bit weights", "fast/kernels/triton_gemv",
     (Takes(CODES, rows=1, inputs=FLOATS, multiples=(1, 16)),),
     {"linear": "fast.kernels.triton_gemv.select:linear_of_codes"},
 )  # fmt: skip
 SM90_S8_GEMM = Family(
-    "sm90_s8_gemm", "256 rows and more of int8 by int8, where tiles fill seven of ten multiprocessors",
+    "sm90_s8_gemm", "int8 by int8, 256 tokens and more, if tiles fill seven of ten multiprocessors",
     "fast/kernels/sm90_s8_gemm", (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(8, 16), sm90=True, zero=False),),
     {"linear": "fast.kernels.sm90_s8_gemm.host:linear_of_codes"}, _sm90_s8_gemm,
 )  # fmt: skip
 TRITON_INT_SCALED_MM = Family(
-    "triton_int_scaled_mm", "2 rows and more of int8 by int8, zero points too", "fast/kernels/triton_scaled_mm",
+    "triton_int_scaled_mm", "int8 by int8, 2 tokens and more, zero points too", "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(1, 16)),),
     {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"}, _triton_scaled_mm,
 )  # fmt: skip
 TRITON_SCALED_MM = Family(
-    "triton_scaled_mm", "rows of float8 by float8 that torch leaves most multiprocessors idle for",
+    "triton_scaled_mm", "float8 by float8, if torch leaves most multiprocessors idle",
     "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("float8_e4m3fn", "float8_e5m2"), inputs=FLOATS, multiples=(1, 16), zero=False),),
     {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"}, _triton_scaled_mm,
 )  # fmt: skip
 SM90_SPARSE24_GEMM = Family(
-    "sm90_sparse24_gemm", "any rows of 8 or 16 bits by a weight of the same in 2:4 storage", "fast/kernels/sm90_sparse24_gemm",
+    "sm90_sparse24_gemm", "8 or 16 bits by a weight of the same in 2:4 storage, any number of tokens",
+    "fast/kernels/sm90_sparse24_gemm",
     (
         Takes(SPARSE, WIDE_24, inputs=FLOATS, multiples=(1, MULTIPLES_24[16]), sm90=True),
         Takes(SPARSE, NARROW_24, inputs=FLOATS, multiples=(1, MULTIPLES_24[8]), sm90=True),
@@ -327,18 +328,18 @@ SM90_SPARSE24_GEMM = Family(
     chosen=_sm90_sparse24_gemm,
 )  # fmt: skip
 SM90_SPARSE24_W4A16_GEMV = Family(
-    "sm90_sparse24_w4a16_gemv", "up to 24 rows at once, 64 in chunks of 16, by int4 in 2:4 storage",
+    "sm90_sparse24_w4a16_gemv", "int4 in 2:4 storage, up to 24 tokens at once, 64 in chunks of 16",
     "fast/kernels/sm90_sparse24_w4a16_gemv", (Takes(SPARSE_INT4, rows=64, multiples=(1, 256), sm90=True, products=2),),
     chosen=_sm90_sparse24_w4a16_gemv,
 )  # fmt: skip
 TRITON_SPARSE24_SMALL_M = Family(
-    "triton_sparse24_small_m", "up to 64 rows by int4 in 2:4 storage that the other does not divide, and on other GPUs",
+    "triton_sparse24_small_m", "int4 in 2:4 storage, up to 64 tokens, shapes that the other does not divide, and other GPUs",
     "fast/kernels/triton_sparse24_small_m", (Takes(SPARSE_INT4, rows=64),), chosen=_triton_sparse24_small_m,
 )  # fmt: skip
-TORCH_SCALED_MM = Family("torch_scaled_mm", "other rows of float8 codes: `torch._scaled_mm`")
-TORCH_INT_MM = Family("torch_int_mm", "int8 codes on GPUs before Hopper: `torch._int_mm`")
+TORCH_SCALED_MM = Family("torch_scaled_mm", "float8 by float8 otherwise: `torch._scaled_mm`")
+TORCH_INT_MM = Family("torch_int_mm", "int8 by int8 on GPUs before Hopper: `torch._int_mm`")
 TORCH_DEQUANTIZE = Family(
-    "torch_dequantize", "all else: the weight is dequantized for the call, and torch multiplies"
+    "torch_dequantize", "everything else: the weight is dequantized in the call, then torch's matmul"
 )
 
 FAMILIES = {

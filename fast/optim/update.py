@@ -7,6 +7,7 @@ tensors of one pair of dtypes go through one launch of one kernel (`fast.kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,13 +46,17 @@ class Updates:
         Raises ValueError for parameters on a device that has no kernel for these states.
         """
         on_device = []
-        for slot in slots:
+        whole = [whole_blocks(slot) if rule.stochastic_round else slot for slot in slots]
+        for slot in whole:
             if not slot.p.is_cpu or INTERPRETED:
                 on_device.append(slot)
             elif not _by_loop(slot, rule):
                 _by_reference(slot, rule)
         if on_device:
             self._on_device(on_device, rule, group, skip)
+        for slot, copied in zip(slots, whole, strict=True):
+            if copied is not slot:
+                _give_back(slot, copied)
 
     def _on_device(self, slots: Sequence[Slot], rule: Rule, group: int, skip: torch.Tensor | None) -> None:
         from fast.kernels.optim import host
@@ -66,6 +71,38 @@ class Updates:
         if self._launches is None:
             self._launches = host.Launches()
         self._launches.update(slots, rule, group, skip)
+
+
+def whole_blocks(slot: Slot) -> Slot:
+    """The slot itself, or of a shard that begins inside a block a copy with zeros before it: random bits are counted by places
+    in blocks, so that a shard draws those of its places in the whole vector."""
+    if not slot.inside:
+        return slot
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(t, (slot.inside, 0))
+
+    first, second = slot.first_moment, slot.second_moment
+    return replace(
+        slot,
+        p=moved(slot.p),
+        g=moved(slot.g),
+        first_moment=Moment(moved(first.codes)),
+        second_moment=None if second is None else Moment(moved(second.codes)),
+        error=None if slot.error is None else moved(slot.error),
+        inside=0,
+    )
+
+
+def _give_back(slot: Slot, copied: Slot) -> None:
+    """What a step made of a copy."""
+    pairs = [(slot.p, copied.p), (slot.first_moment.codes, copied.first_moment.codes)]
+    if slot.second_moment is not None and copied.second_moment is not None:
+        pairs.append((slot.second_moment.codes, copied.second_moment.codes))
+    if slot.error is not None and copied.error is not None:
+        pairs.append((slot.error, copied.error))
+    for mine, found in pairs:
+        mine.copy_(found[slot.inside :])
 
 
 def _by_loop(slot: Slot, rule: Rule) -> bool:

@@ -120,7 +120,7 @@ def test_windows_that_begin_with_tokens_of_the_tokenizer():
     assert made.ids[:, 0].tolist() == [7, 7, 7]
     assert (made.bytes, made.words, made.predicted, made.share) == (13, 4, 12, 1.0)
     assert windows_of("abcdef", letters, 5, 3, [7, 8]).predicted == 6
-    with pytest.raises(ValueError, match="a window of 2 tokens has no place for text behind the 2 that"):
+    with pytest.raises(ValueError, match="a window of 2 tokens has no room for text after the 2 that"):
         windows_of("abc", letters, 2, 3, [7, 8])
     ids = torch.randint(16, (3, 8), generator=torch.Generator().manual_seed(0))
     for beginning in (1, 2):

@@ -92,6 +92,7 @@ def folder(tmp_path_factory):
     pytest.importorskip("compressed_tensors")
     where = tmp_path_factory.mktemp("stranger")
     save_llama(where / "MODEL_DIR")
+    (where / "README.txt").write_text("a text of one's own " * 20)
     packed_folder(where / "GPTQ_DIR", "gptq")
     return where
 
@@ -139,6 +140,8 @@ def unknown(line, commands):
     command = commands.get_command(None, words[0]) if words[0] in commands.list_commands(None) else None
     if command is None:
         return words[:1]
+    if hasattr(command, "commands"):
+        return unknown(" ".join(["ao-lab", *map(shlex.quote, words[1:])]), command)
     known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
     return [word for word in words[1:] if word.startswith("-") and word not in known]
 

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Callable[[], Any], float]] = {
 DAY = ("int8 weight-only", "fp8 dynamic", "2:4")
 
 SEVERAL = "is several tensors, without one storage .* ao_lab.save_pretrained"
-NOT_SPARSE = "takes dense numbers that are 2:4: .* stays beside the weight"
+NOT_SPARSE = "takes dense numbers that are 2:4: .* stays separate from the weight"
 #: (loop, kind or any): the words of the error where the answer is not "right".
 ANSWERS: dict[tuple[str, str], str] = {
     ("disk_offload", ""): "is not offloaded to disk as one: .* accelerate.cpu_offload",

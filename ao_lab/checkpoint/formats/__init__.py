@@ -51,7 +51,7 @@ def reader(*methods: str) -> Callable[[Reader], Reader]:
     def registered(function: Reader) -> Reader:
         for method in methods:
             if _READERS.setdefault(method, function) is not function:
-                raise ValueError(f"quant_method {method!r} has a reader already: {_READERS[method]}")
+                raise ValueError(f"quant_method {method!r} has a loader already: {_READERS[method]}")
         return function
 
     return registered
@@ -101,8 +101,8 @@ def third_party_records(folder: Folder) -> Records:
         )
     if not isinstance(method, str) or method not in known:
         raise ValueError(
-            f"{folder.path}: quant_method {shown(method)} has no reader, these have: {', '.join(sorted(known))}; quantize the "
-            "original model with ao_lab"
+            f"{folder.path}: quant_method {shown(method)} is not supported, these are: {', '.join(sorted(known))}; quantize "
+            "the original model with ao_lab"
         )
     records = known[method](folder, given)
     for name, weight in records.weights.items():

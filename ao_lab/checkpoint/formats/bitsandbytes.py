@@ -54,7 +54,7 @@ WAY_OUT = "load the folder with bitsandbytes, or quantize the original model wit
 RECORD = Scheme(
     name="bitsandbytes.nf4", element="nf4", nan="ieee", dequantize="ieee",
     scale=Scale(block="flat:64", target=1.0, floor=FLOOR, partial=True),
-    deviations=("a NaN anywhere in a block makes its scale NaN, and codes of other elements stay",),
+    deviations=("a NaN anywhere in a block makes its scale NaN, and quantized values of other elements stay",),
 )  # fmt: skip
 #: The records of quant_type.
 RECORDS = {"nf4": RECORD}
@@ -94,8 +94,8 @@ def read_bitsandbytes_records(folder: Folder, config: Mapping[str, Any]) -> Reco
     """
     if config.get("load_in_8bit") is True:
         raise ValueError(
-            f"{folder.path} has load_in_8bit: bitsandbytes multiplies int8 codes by their row's maximum and then by 1 / 127, "
-            f"rounded twice, which no scheme says; {WAY_OUT}"
+            f"{folder.path} has load_in_8bit: bitsandbytes multiplies int8 values by their row's maximum and then by 1 / 127, "
+            f"rounded twice, which no scheme describes; {WAY_OUT}"
         )
     names = [name for name in folder.specs if STATE in name]
     if not names:
@@ -163,13 +163,13 @@ def _specs(name: str, full: str, state: State, folder: Folder) -> Specs:
     stored = folder.specs[name].dtype if name in folder.specs else torch.uint8
     if stored not in STORAGE:
         raise ValueError(
-            f"{shown(name)} of {folder.files[name]} stores codes in one of {', '.join(map(str, STORAGE))}, got "
+            f"{shown(name)} of {folder.files[name]} stores quantized values in one of {', '.join(map(str, STORAGE))}, got "
             f"{stored}; fetch it again"
         )
     pairs = math.ceil(math.prod(state.shape) / 2)
     if pairs % stored.itemsize:
         raise ValueError(
-            f"{shown(name)} of {folder.files[name]} has {pairs} bytes of codes, no whole numbers of {stored}; "
+            f"{shown(name)} of {folder.files[name]} has {pairs} bytes of quantized values, not a whole number of {stored}; "
             "fetch it again"
         )
     result = {

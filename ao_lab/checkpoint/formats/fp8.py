@@ -64,7 +64,7 @@ def read(folder: Folder, given: Mapping[str, Any]) -> Records:
                 f"{folder.path}: {shown(name)} are scales of a weight in {ELEMENT}, but {shown(weight)} is {what}; {WAY_OUT}"
             )
     if not names:
-        raise ValueError(f"{folder.path} is said to be FP8, but has no weight in {ELEMENT}; {WAY_OUT}")
+        raise ValueError(f"{folder.path} is marked as FP8, but has no weight in {ELEMENT}; {WAY_OUT}")
     left = {name: INPUTS for name in folder.specs if name.endswith(INPUT)}
     return Records({name: _weight(name, folder, block, dtype) for name in names}, (), {}, left_out=left)
 

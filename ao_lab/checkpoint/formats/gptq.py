@@ -98,7 +98,7 @@ def _format(folder: Folder, config: Mapping[str, Any]) -> tuple[bool, tuple[int,
         )
     if config.get("rotation"):
         raise ValueError(
-            f"rotation {shown(config['rotation'])} of {folder.path} turns the inputs of its layers, which no scheme says; "
+            f"rotation {shown(config['rotation'])} of {folder.path} turns the inputs of its layers, which no scheme describes; "
             f"{WAY_OUT}"
         )
     return FORMATS[name]
@@ -152,7 +152,7 @@ def _grouped(path: str, integers: Integers, folder: Folder) -> Integers:
         raise ValueError(f"{shown(name)} of {folder.files[name]}: {error}; fetch it again") from error
     if integers.bits + 24 / run >= 16:
         raise ValueError(
-            f"{shown(name)} of {folder.files[name]}: inputs of a group do not lie beside each other (desc_act, act-order), "
+            f"{shown(name)} of {folder.files[name]}: inputs of a group are not contiguous (desc_act, act-order), "
             f"but in runs of {run}, and a scale for each of these takes more than the dense weight; {WAY_OUT}. Checkpoints "
             "without desc_act, or with static groups, can be read"
         )

@@ -142,7 +142,9 @@ def _weight(path: str, folder: Folder, layout: Layout, dtype: torch.dtype) -> We
     ends = ("weight", SCALE, OUTER, INPUT, *SMOOTHING)
     found = {end: folder.specs[f"{path}.{end}"] for end in ends if f"{path}.{end}" in folder.specs}
     if smoothed := [end for end in SMOOTHING if end in found]:
-        raise ValueError(f"its {smoothed[0]} changes the layer's inputs, which no scheme says; {WAY_OUT}")
+        raise ValueError(
+            f"its {smoothed[0]} changes the layer's inputs, which no scheme describes; {WAY_OUT}"
+        )
     scheme = scheme_of(layout)
     specs, shape = _specs(layout, scheme, found)
     for part, spec in specs.items():

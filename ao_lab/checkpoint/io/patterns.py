@@ -98,7 +98,7 @@ def _item(code: Any, value: Any, depth: int) -> Step:
     if code is CODES.AT and value in PLACES:
         place = PLACES[value]
         return lambda name, at: frozenset(p for p in at if place(name, p))
-    raise ValueError(f"{str(code).lower()} is not followed")
+    raise ValueError(f"{str(code).lower()} is not supported")
 
 
 def _character(member: Callable[[str], bool]) -> Step:
@@ -160,7 +160,7 @@ def _member(kind: Any, item: Any) -> Callable[[str], bool]:
         return lambda c: item[0] <= ord(c) <= item[1]
     if kind is CODES.CATEGORY and item in CLASSES:
         return CLASSES[item]
-    raise ValueError(f"{str(item).lower()} is not followed")
+    raise ValueError(f"{str(item).lower()} is not supported")
 
 
 def _is_word(c: str) -> bool:

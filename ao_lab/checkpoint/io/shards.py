@@ -155,7 +155,7 @@ def look_at(folder: Path) -> Folder:
             specs[name], files[name] = spec, path
     if index is not None:
         _check_index(index, files, folder / index_name)
-    LOG.info("%s: %d tensors in %d files", folder, len(specs), len(headers))
+    LOG.debug("%s: %d tensors in %d files", folder, len(specs), len(headers))
     return Folder(folder, specs, files, _joined(headers))
 
 
@@ -177,7 +177,7 @@ def check_pickled(folder: Path) -> None:
     if path.is_file():
         fields = read_object(path)
         if not isinstance(fields.get("metadata"), dict):
-            raise ValueError(f"{path} has no metadata, which transformers wants; fetch it again")
+            raise ValueError(f"{path} has no metadata, which transformers requires; fetch it again")
         for name in set(_index(path, PICKLED_SHARD).values()):
             regular_size(folder / name)
 
@@ -203,7 +203,7 @@ def _index(path: Path, shard: re.Pattern[str] = SHARD) -> dict[str, str]:
         if not isinstance(file, str) or not shard.fullmatch(file):
             ending = "bin" if shard is PICKLED_SHARD else "safetensors"
             raise ValueError(
-                f"{path}: weight_map of {shown(name)} is the plain name of a .{ending} file in the same folder, got "
+                f"{path}: weight_map of {shown(name)} is the name of a .{ending} file in the same folder, got "
                 f"{shown(file)}; fetch the index again"
             )
     return found

@@ -33,16 +33,16 @@ ASKED = ("quant_method", "config", "modules_to_not_convert", "experts")
 
 
 class HfConfig:
-    """Quantize a model of transformers weight by weight while `from_pretrained` reads it.
+    """Quantize a transformers model weight by weight while `from_pretrained` loads it.
 
     `AutoModelForCausalLM.from_pretrained(DIR, quantization_config=ao_lab.HfConfig(ao_lab.Int8WeightOnlyConfig()))`
 
-    config: a configuration of `quantize_`, an `FqnToConfig`, or the name of a scheme. The weights are those of loading the
-    dense model and calling `quantize_`, bit for bit: linear layers (Conv1D too) and, with `experts`, batched experts; routers
-    stay dense. modules_to_not_convert: which layers stay, by the rules of transformers (a beginning of the name up to a dot, a
-    regular expression, or an end); None: a head that is tied to the embedding, which `quantize_` and `ao-lab quantize` leave
-    too; ["lm_head"]: the head in any case, as transformers' other quantizers do; []: none. `FqnToConfig` names layers itself,
-    and goes without both.
+    config: a configuration of `quantize_`, an `FqnToConfig`, or the name of a scheme. The weights are bitwise those of loading
+    the unquantized model and calling `quantize_`: linear layers (Conv1D too) and, with `experts`, batched experts; routers stay
+    unquantized. modules_to_not_convert: layers to leave, by the rules of transformers (a prefix of the name up to a dot, a
+    regular expression, or a suffix). Default: a head that is tied to the embedding, as for `quantize_` and `ao-lab quantize`;
+    ["lm_head"]: the head in any case, as transformers' other quantizers do; []: none. `FqnToConfig` names layers itself and
+    takes neither of the two.
 
     Raises TypeError for another kind of config, ValueError for one that needs data (static scales that are not given) or
     training: load the model first and call `quantize_`.

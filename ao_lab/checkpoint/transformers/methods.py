@@ -109,13 +109,13 @@ def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: 
     for name, unused in OTHER_FORMATS.items():
         if kwargs.get(name, unused[0]) not in unused:
             raise ValueError(
-                f"{name}= does not go with quantized weights of ao_lab; save without it, use model.push_to_hub, or "
+                f"{name}= is not supported for quantized weights of ao_lab; save without it, use model.push_to_hub, or "
                 "ao_lab.save_pretrained"
             )
     state = kwargs.get("state_dict")
     if state is not None and not is_own(model, state):
         raise ValueError(
-            "state_dict= does not go with quantized weights of ao_lab unless it is model.state_dict(); save without it "
+            "state_dict= is not supported for quantized weights of ao_lab unless it is model.state_dict(); save without it "
             "(sharded weights are gathered), or by ao_lab.save_pretrained"
         )
     from ao_lab.checkpoint.api import save_pretrained

@@ -57,7 +57,7 @@ def _tokens(tokenizer: Any, said: dict[str, Any], vocab_size: int) -> tuple[list
     added = {one["id"]: CONTROL if one["special"] else USER_DEFINED for one in said["added_tokens"]}
     if names and max(names) >= vocab_size:
         raise ValueError(
-            f"the tokenizer has token {max(names)}, and the model {vocab_size} rows; it is another model's"
+            f"the tokenizer has token {max(names)}, and the model {vocab_size} rows; it belongs to another model"
         )
     tokens = [names.get(place, f"[PAD{place}]") for place in range(vocab_size)]
     return tokens, [added.get(place, NORMAL if place in names else UNUSED) for place in range(vocab_size)]

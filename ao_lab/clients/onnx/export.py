@@ -50,7 +50,7 @@ def export_onnx(
     of any shape and dtype; dynamic_shapes, input_names, output_names: as `torch.onnx.export` takes them. Weights over 2 GB lie
     in a file beside it.
 
-    Integers become MatMulNBits with the same codes, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
+    Integers become MatMulNBits with the same values, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
     int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for what is no module;
     ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other dtypes.
     """

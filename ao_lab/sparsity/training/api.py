@@ -152,8 +152,8 @@ def train(
     """
     if further:
         raise ValueError(
-            f"SparseTrainingConfig finds masks by magnitude, without data; leave {', '.join(further)} out (prune once by "
-            f"SparsityConfig first: fixed masks are the zeros that are there)"
+            f"SparseTrainingConfig computes masks by magnitude, without data; leave {', '.join(further)} out (prune once by "
+            f"SparsityConfig first: fixed masks keep the existing zeros)"
         )
     # Masks of inference mode could be saved for no backward.
     with torch.inference_mode(False), torch.no_grad():

@@ -69,19 +69,19 @@ class SparseTrainingConfig:
     """How sparse layers train; see the module text.
 
     pattern: "N:M", N of every M consecutive weights along the contraction axis stay. transposable: 2:4 masks whose transpose is
-    2:4 too, so that the product of the inputs' gradient is one of a 2:4 matrix as well.
+    2:4 too, so that the matmul of the input gradient has a 2:4 matrix as well.
     masks: "fixed" are found once, when the sparse phase begins (in the call of `sparsify_` without warm-up): the zeros of a
     weight that has the pattern already, else by magnitude; a weight that was pruned to another pattern is refused. Pruned
     weights are set to zero then and after each step.
     "recomputed" are found when the sparse phase begins and after every `every`-th of its steps; pruned weights keep their
     values.
     gradient, decay: see the module text. decay is 0 to 2**127; it is read by "sr-ste" alone.
-    weight_gradient: "dense", the product of whole matrices; there is no other.
+    weight_gradient: "dense", a dense matmul; there is no other.
     warmup, cooldown: numbers of steps at the beginning and at the end in which layers are dense; cooldown needs `steps`, the
     number of all of them. Afterwards the model stays as it ended: dense with a cool-down, sparse without.
-    products: "dense" multiplies matrices with zeros, on any device; "cusparselt" compresses weights and multiplies by
+    products: the matmuls. "dense" uses dense matrices with zeros, on any device; "cusparselt" compresses weights and uses
     cuSPARSELt (CUDA, float16 or bfloat16 inputs, multiples of 16; the inputs' gradient where masks are transposable);
-    "sparse_wgmma" does so by kernels of our own for Hopper.
+    "sparse_wgmma" does so with our own kernels for Hopper.
 
     Raises ValueError for values outside of these, TypeError for a pattern that is no string or a flag that is no bool.
     """
@@ -106,8 +106,8 @@ class SparseTrainingConfig:
         self.scoring()
         if self.products in SPARSE and self.pattern != "2:4":
             raise ValueError(
-                f"SparseTrainingConfig: products={self.products!r} multiplies 2:4 matrices, got pattern {self.pattern!r}; "
-                f"products='dense' takes every pattern"
+                f"SparseTrainingConfig: products={self.products!r} needs 2:4 matrices, got pattern {self.pattern!r}; "
+                f"products='dense' supports every pattern"
             )
         if not is_number(self.decay) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
             raise ValueError(

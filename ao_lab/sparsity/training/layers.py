@@ -274,7 +274,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if any(getattr(layer, PENDING) for layer in layers):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called twice without ao_lab.step_sparsity_(model), so that masks of sparse "
-            f"layers would be old and pruned weights move; call it after each optimizer.step()"
+            f"layers would be out of date and pruned weights move; call it after each optimizer.step()"
         )
     for layer in layers:
         setattr(layer, PENDING, True)

@@ -170,7 +170,7 @@ def other_pattern_reason(w: torch.Tensor, config: SparseTrainingConfig) -> str |
             f"prune by SparsityConfig({config.pattern!r}{more}) first if that is meant",
         )
     return (
-        f"it is {pattern} sparse already, and fixed masks are the zeros that are there: {asked} would prune it again. "
+        f"it is {pattern} sparse already, and fixed masks keep the existing zeros: {asked} would prune it again. "
         f"Train with SparseTrainingConfig({pattern!r}), or {first}"
     )
 

@@ -225,9 +225,9 @@ def _sparse_reason(w: torch.Tensor) -> str | None:
     if (reason := _device_reason(w, "cusparselt")) is not None:
         return reason
     if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
-        return "this torch has no cuSPARSELt; take products='dense'"
+        return "this torch has no cuSPARSELt; use products='dense'"
     if torch.cuda.get_device_capability(w.device) < OLDEST:
-        return f"{torch.cuda.get_device_name(w.device)} has no sparse matrix units; take products='dense'"
+        return f"{torch.cuda.get_device_name(w.device)} has no sparse matrix units; use products='dense'"
     return _shape_reason(w, "cuSPARSELt")
 
 
@@ -236,21 +236,19 @@ def _wgmma_reason(w: torch.Tensor) -> str | None:
     if (reason := _device_reason(w, "sparse_wgmma")) is not None:
         return reason
     if torch.version.hip is not None or torch.cuda.get_device_capability(w.device) != HOPPER:
-        return f"products='sparse_wgmma' is for GPUs of compute capability {HOPPER[0]}.{HOPPER[1]}; take products='dense'"
+        return f"products='sparse_wgmma' is for GPUs of compute capability {HOPPER[0]}.{HOPPER[1]}; use products='dense'"
     return _shape_reason(w, "products='sparse_wgmma'")
 
 
 def _device_reason(w: torch.Tensor, name: str) -> str | None:
     if w.is_cuda:
         return None
-    return f"products={name!r} needs weights on CUDA, got {w.device}; move the model first, or take products='dense'"
+    return f"products={name!r} needs weights on CUDA, got {w.device}; move the model first, or use products='dense'"
 
 
 def _shape_reason(w: torch.Tensor, who: str) -> str | None:
     if w.shape[0] % STEP or w.shape[1] % STEP:
-        return (
-            f"{who} needs lengths in multiples of {STEP}, got shape {tuple(w.shape)}; take products='dense'"
-        )
+        return f"{who} needs lengths in multiples of {STEP}, got shape {tuple(w.shape)}; use products='dense'"
     return None
 
 

@@ -189,7 +189,7 @@ MULTIPLIES = {
     "addbmm", "addmv", "chain_matmul", "multi_dot", "linalg_multi_dot", "bilinear", "grouped_mm", "_grouped_mm", "_scaled_mm",
     "_scaled_grouped_mm", "__matmul__", "__rmatmul__",
 }  # fmt: skip
-WAY_OUT = "leave it out by filter_fn, or choose an implementation that calls grouped_mm"
+WAY_OUT = "exclude it with filter_fn, or choose an implementation that calls grouped_mm"
 
 #: x (T, K), w (E, N, K), offsets (E,) and the shape of the result.
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]
@@ -244,7 +244,7 @@ class ExpertProducts(TorchFunctionMode):
         kind, name = type(self.module).__name__, getattr(func, "__name__", str(func))
         which = ", ".join(sorted(names)) or "its experts"
         raise RuntimeError(
-            f"{kind} multiplies {which} by {name} in a way that a recipe does not take over, and would do so in high "
+            f"{kind} multiplies {which} by {name} in a way that a recipe does not support, and would do so in high "
             f"precision; {WAY_OUT}"
         )
 
@@ -254,7 +254,7 @@ class ExpertProducts(TorchFunctionMode):
         missing = [name for name, p in parameters if is_matrices(p) and name not in self.seen]
         if missing:
             raise RuntimeError(
-                f"{type(self.module).__name__} called no product with its experts that a recipe takes over, of "
+                f"{type(self.module).__name__} called no matmul with its experts that a recipe supports, of "
                 f"{', '.join(missing)}; {WAY_OUT}"
             )
 
@@ -336,7 +336,7 @@ def _of_all(a: torch.Tensor, b: torch.Tensor) -> Found | None:
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="ao_lab: a module's products with its experts are taken over while it runs; call torch.compile without "
+    reason="ao_lab: a module's matmuls with its experts are replaced while it runs; call torch.compile without "
     "fullgraph=True"
 )
 def run_intercepted(
@@ -369,7 +369,7 @@ class LowPrecisionExperts(ConvertedModule):
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the experts as they are."""
         name = self.low_precision.recipe.name
-        return f"it trains by recipe {name!r}; ao_lab.convert_from_training_(model) makes it a {self.plain.__name__} again"
+        return f"it trains with recipe {name!r}; ao_lab.convert_from_training_(model) makes it a {self.plain.__name__} again"
 
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
@@ -430,7 +430,7 @@ def experts_reason(settings: Settings, module: nn.Module) -> str | None:
         name = module.low_precision.recipe.name
         return f"they train by recipe {name!r} already; ao_lab.convert_from_training_(model) first"
     if not follows_transformers(module) and not NAMES & called(type(module).forward):
-        return f"the forward of {kind} multiplies by none of {', '.join(sorted(NAMES))}, as far as its code shows"
+        return f"the forward of {kind} uses none of {', '.join(sorted(NAMES))}, as far as its code shows"
     step = max(settings.steps[1:])
     for name, parameter in module.named_parameters(recurse=False):
         lengths = tuple(parameter.shape[1:]) if is_matrices(parameter) else ()

@@ -148,7 +148,7 @@ def _select(ends: torch.Tensor, kernel: str, scaled: bool) -> str:
     scaled = scaled and capable // 10 in SCALED
     if name == "scaled_grouped_mm" and not scaled:
         raise ValueError(
-            "kernel 'scaled_mm' multiplies experts' e4m3 codes with a scale for each row, lengths multiples of 16, on Hopper "
+            "kernel 'scaled_mm' supports experts in e4m3 with a scale for each row, lengths multiples of 16, on Hopper "
             "and Blackwell; use 'auto'"
         )
     return "scaled_grouped_mm" if scaled and name != "grouped_mm" else "grouped_mm"

@@ -39,8 +39,9 @@ struct Problem {
   const i64* length;
   const unsigned char* mask;
   unsigned short* y;
-  float* parts;
+  float* parts;  // (key heads of all, parts, queries, WIDTH), and behind them pairs of statistics
   float* stats;
+  u32* arrived;  // of each key head, back at 0 in the end
   i64 q_batch, q_head, mask_batch;
   float factor;
   int key_heads, k_room, room, splits, sinks, ring, residual, open;  // open: tokens of a group that is quantized when it is full
@@ -255,10 +256,13 @@ __device__ __forceinline__ void weigh(u32 (&w)[COUNT], float (&s)[COUNT][2], con
     }
     w[i] = transposed(COMPUTED ? rounded(p[0], p[1]) : float16s(p[0], p[1]));
   }
+  // Seldom beyond the first tiles.
+  if (__any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
-  for (int m = 0; m < STEPS; m++) {
+    for (int m = 0; m < STEPS; m++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums.y[m][i] *= shrink[i % 2];
+      for (int i = 0; i < 4; i++) sums.y[m][i] *= shrink[i % 2];
+    }
   }
 }
 
@@ -310,8 +314,8 @@ struct Place {
 
 // Queries as the second operand: of each step two words, and what scores are multiplied by for the lane's own two queries.
 struct Queries {
-  u32 raw[STEPS][2], halves[STEPS][2];
-  float factor[2], beside[2];
+  u32 raw[STEPS][2], base[STEPS][2], halves[STEPS][2];  // as they are, over a power of two, and times scales of channels
+  float factor[2], power[2], beside[2];
 };
 
 // A number of the query lane / 4 to those lanes that have its scores.
@@ -354,58 +358,75 @@ __device__ __forceinline__ void read_queries(Queries& q, const Place& at, const 
   }
   q.factor[0] = q.factor[1] = at.p.factor;
   q.beside[0] = q.beside[1] = 0.0f;
-  if constexpr (KIND != 0 && !BY_CHANNEL) {
+  if constexpr (KIND != 0) {
     float x[STEPS][2][2];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
 #pragma unroll
       for (int j = 0; j < 4; j++) x[i][j / 2][j % 2] = half_of(q.raw[i][j / 2], j % 2);
     }
-    give(q.factor, divide(q.halves, x) * at.p.factor, at.lane);
+    give(q.power, divide(BY_CHANNEL ? q.base : q.halves, x), at.lane);
+    q.factor[0] *= q.power[0], q.factor[1] *= q.power[1];
     if constexpr (SCALES == 2 || SCALES == 3) q.factor[0] *= *at.k_scale, q.factor[1] *= *at.k_scale;
   }
 }
 
-// Queries times a group's scales of channels, and their products with its zero points.
-__device__ __forceinline__ void take_scales(Queries& q, const Place& at, int group) {
+// Queries times a group's scales of channels, over a power of two, and their products with its zero points.
+__device__ __forceinline__ void take_scales(Queries& q, const Place& at, int group, int last) {
   if constexpr (BY_CHANNEL) {
     const float* scale = at.k_scale + i64(group) * WIDTH;
-    float x[STEPS][2][2];
+    const signed char* zero = at.k_zero + i64(group) * WIDTH;
+    float x[K_WORDS][2 * PAIRS], most = 0.0f;
 #pragma unroll
     for (int word = 0; word < K_WORDS; word++) {
       u32 s[2 * PAIRS];
-      const int first = channel(word, 0, 0, at.quarter);
 #pragma unroll
-      for (int i = 0; i < PAIRS / 2; i++) load<16>(s + 4 * i, scale + first + 4 * i);
+      for (int i = 0; i < PAIRS / 2; i++) load<16>(s + 4 * i, scale + channel(word, 0, 0, at.quarter) + 4 * i);
 #pragma unroll
-      for (int i = 0; i < 2 * PAIRS; i++) {
-        const int place = word * PAIRS + i / 2, which = channel(0, i / 2, i % 2, 0);
-        x[place / 2][place % 2][i % 2] = half_of(q.raw[place / 2][place % 2], i % 2) * __uint_as_float(s[which]);
+      for (int i = 0; i < 2 * PAIRS; i++) x[word][i] = __uint_as_float(s[i]), most = fmaxf(most, x[word][i]);
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    const u32 power = __float_as_uint(most) & 0x7F800000;
+    const float less = __uint_as_float(0x7F000000 - power), factor = __uint_as_float(power) * at.p.factor;
+    q.factor[0] = q.power[0] * factor, q.factor[1] = q.power[1] * factor;
+#pragma unroll
+    for (int word = 0; word < K_WORDS; word++) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) {
+        const int place = word * PAIRS + i, low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
+        const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(q.base[place / 2][place % 2]), "r"(halves));
       }
     }
-    const float power = divide(q.halves, x);
-    give(q.factor, power * at.p.factor, at.lane);
     if constexpr (ZERO) {
-      const signed char* zero = at.k_zero + i64(group) * WIDTH;
-      float beside = 0.0f;
+      // As a token whose codes are the zero points, in all rows.
+      float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      u32 pairs[2 * STEPS];
 #pragma unroll
       for (int word = 0; word < K_WORDS; word++) {
         u32 z[PAIRS < 2 ? 1 : PAIRS / 2];
         load<2 * PAIRS>(z, zero + channel(word, 0, 0, at.quarter));
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; i++) {
-          const int place = word * PAIRS + i / 2, which = channel(0, i / 2, i % 2, 0);
-          const float number = float(int(z[which / 4] << (24 - which % 4 * 8)) >> 24);
-          float half;
-          const u32 own = i % 2 ? q.halves[place / 2][place % 2] >> 16 : q.halves[place / 2][place % 2];
-          asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(half) : "r"(own));
-          beside = __fmaf_rn(half, number, beside);
+        for (int i = 0; i < PAIRS / 2; i++) z[i] ^= 0x80808080;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+          const int low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
+          const u32 both = prmt(z[low / 4], z[high / 4], low % 4 | (high % 4 + 4) << 8);
+          pairs[word * PAIRS + i] = integers(both, 0x4240);
         }
       }
 #pragma unroll
-      for (int step = 1; step < 4; step *= 2) beside += __shfl_xor_sync(ALL, beside, step);
-      give(q.beside, beside, at.lane);
+      for (int i = 0; i < STEPS; i++)
+        multiply<false>(d, pairs[2 * i], pairs[2 * i], pairs[2 * i + 1], pairs[2 * i + 1], q.halves[i][0], q.halves[i][1]);
+      q.beside[0] = d[0], q.beside[1] = d[1];
     }
+    // What the warp's next group needs, on its way meanwhile.
+    const int next = min(group + WARPS, last);
+    if (at.lane < WIDTH / 32)
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_scale + i64(next) * WIDTH + 32 * at.lane));
+    else if (ZERO && at.lane < WIDTH / 32 + WIDTH / 128 + 1)
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_zero + i64(next) * WIDTH + (at.lane - WIDTH / 32) * 64));
   }
 }
 
@@ -538,7 +559,7 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, 
 #pragma unroll 1
   for (int start = first; start < end;) {
     if constexpr (BY_CHANNEL) {
-      if (start % GROUP == 0) take_scales(q, at, start / GROUP);
+      if (start % GROUP == 0) take_scales(q, at, start / GROUP, (end - 1) / GROUP);
     }
     int next = start + TILE;
     if (next % SPAN == 0) next += (WARPS - 1) * SPAN;
@@ -559,8 +580,51 @@ struct Shared {
   float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
 };
 
+// Shares of the parts of a query in their sum, and the sum of weights over the largest score: of a warp.
+__device__ __forceinline__ float weigh_parts(float* share, const float2* stats, int count, int lane) {
+  float top = -infinity(), total = 0.0f;
+  for (int i = lane; i < count; i += 32) top = fmaxf(top, stats[i * HEADS].x);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  for (int i = lane; i < count; i += 32) {
+    const float2 one = stats[i * HEADS];
+    share[i] = one.x == -infinity() ? 0.0f : exponential(one.x - top);
+    total = __fmaf_rn(one.y, share[i], total);
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
+  return total;
+}
+
+__device__ __forceinline__ void write(const Problem& p, i64 pair, int head, int channel, float sum, float total) {
+  p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(sum / (total == 0.0f ? 1.0f : total), 0.0f));
+}
+
+// Where all parts of a key head have come: the result. One program does it, the last; parts are added in their order.
+__device__ __forceinline__ void add_parts(char* memory, const Problem& p, i64 pair, int live) {
+  float* share = reinterpret_cast<float*>(memory);  // (HEADS, live), and of each query the sum of weights
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float2* stats = reinterpret_cast<const float2*>(p.stats) + pair * p.splits * HEADS;
+  const float* parts = p.parts + pair * p.splits * HEADS * WIDTH;
+  for (int head = warp; head < HEADS; head += WARPS) {
+    const float total = weigh_parts(share + head * live, stats + head, live, lane);
+    if (lane == 0) share[HEADS * live + head] = total;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < HEADS * WIDTH; i += 32 * WARPS) {
+    const float* own = share + i / WIDTH * live;
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int part = 0; part < live; part++) {
+      if (own[part] != 0.0f) sum = __fmaf_rn(parts[i64(part) * HEADS * WIDTH + i], own[part], sum);
+    }
+    write(p, pair, i / WIDTH, i % WIDTH, sum, share[HEADS * live + i / WIDTH]);
+  }
+}
+
 // The sums of all warps, and what they are of: a part, or the result.
-__device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place& at, i64 pair, int split, int warp) {
+__device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& at, i64 pair, int split, int live, int warp) {
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Problem& p = at.p;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -585,7 +649,6 @@ __device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place
   }
   __syncthreads();
   const float of_all = SCALES == 2 || SCALES == 3 ? *at.v_scale : 1.0f;
-  const i64 batch = pair / p.key_heads, key_head = pair % p.key_heads;
   for (int i = threadIdx.x; i < HEADS * WIDTH; i += 32 * WARPS) {
     const int head = i / WIDTH, channel = i % WIDTH;
     float top = shared.top[0][head], total = 0.0f, y = 0.0f;
@@ -595,26 +658,44 @@ __device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place
       y += shared.y[w][head][channel];
     }
     y *= of_all;
-    if (p.splits == 1) {
-      const i64 to = ((batch * p.key_heads + key_head) * HEADS + head) * WIDTH + channel;
-      p.y[to] = static_cast<unsigned short>(rounded(y / (total == 0.0f ? 1.0f : total), 0.0f));
+    if (live == 1) {
+      write(p, pair, head, channel, y, total);
     } else {
-      const i64 place = (pair * HEADS + head) * p.splits + split;
+      const i64 place = (pair * p.splits + split) * HEADS + head;
       p.parts[place * WIDTH + channel] = y;
       if (channel == 0) p.stats[2 * place] = top, p.stats[2 * place + 1] = total;
     }
   }
 }
 
+// Whether a program is the last of its key head's: what the others wrote is there.
+__device__ __forceinline__ bool is_last(char* memory, u32* arrived, int live) {
+  __threadfence();
+  __syncthreads();  // all have written, and nobody needs the memory
+  u32& last = *reinterpret_cast<u32*>(memory);
+  if (threadIdx.x == 0) {
+    u32 before;
+    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived), "r"(live - 1) : "memory");
+    last = before == live - 1;
+  }
+  __syncthreads();
+  const bool found = last;
+  __threadfence();
+  __syncthreads();
+  return found;
+}
+
 extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int split = blockIdx.x % p.splits, pair = blockIdx.x / p.splits;
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
   const int count = int(*p.length), all = stored(p, count);
   constexpr int BLOCK = WARPS * SPAN;
-  const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits * BLOCK, first = split * each;
+  const int blocks = (all + BLOCK - 1) / BLOCK, each = max(1, (blocks + p.splits - 1) / p.splits);
+  const int live = max(1, (blocks + each - 1) / each);  // parts that have a token; the first one has those as computed
+  if (split >= live) return;
+  const int first = split * each * BLOCK;
   Place at = {p, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
               p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4};
   if (SCALES == 1) at.k_scale += i64(pair) * p.room;
@@ -633,6 +714,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
     for (int slot = 16 * warp; slot < p.sinks + p.ring; slot += 16 * WARPS) of_computed(sums, q, at, pair, slot, count);
   }
 #endif
-  attend(sums, q, at, first + warp * SPAN, min(first + each, all));
-  give_out(shared, sums, at, pair, split, warp);
+  attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
+  give_out(memory, sums, at, pair, split, live, warp);
+  if (live > 1 && is_last(memory, p.arrived + pair, live)) add_parts(memory, p, pair, live);
 }

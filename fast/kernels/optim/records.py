@@ -23,6 +23,7 @@ class Slot:
 
     p: float32, bfloat16 or float16. g: its gradient. step: float32 of no axis, the number of steps made. error: int8 or int16
     of p's shape where there is a master weight. parameter: its number in the optimizer; first: blocks of it before this shard.
+    inside: elements before this shard that lie in its first block, of a vector whose states are float32.
     """
 
     p: torch.Tensor
@@ -33,6 +34,7 @@ class Slot:
     error: torch.Tensor | None = None
     parameter: int = 0
     first: int = 0
+    inside: int = 0
 
     def matrix(self, block: int) -> tuple[int, int]:
         """(rows, length)."""

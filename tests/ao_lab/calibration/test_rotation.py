@@ -116,7 +116,7 @@ def test_copies_files_and_states():
 
 
 def test_readers_that_would_not_rotate_are_kept_from_it(tmp_path):
-    with pytest.raises(ValueError, match="take inputs as they are"):
+    with pytest.raises(ValueError, match="do not transform inputs"):
         check_recipe(recipe("mxfp4"))
     model = stack()
     quantize_(
@@ -126,7 +126,7 @@ def test_readers_that_would_not_rotate_are_kept_from_it(tmp_path):
         methods=(Rotate(), GPTQ()),
     )
     assert any(weight.recipe.rotation for weight in weights(model).values())
-    with pytest.warns(UserWarning, match="take inputs as they are"):
+    with pytest.warns(UserWarning, match="do not transform inputs"):
         saved = save_pretrained(model, tmp_path)
     assert saved.layout == "ao_lab"
     assert_same(load_pretrained(tmp_path, stack()), model)

@@ -207,7 +207,7 @@ def test_an_index_names_files_of_its_folder_alone(bases, tmp_path):
     moved = {key: f"../{name}" if name == first else name for key, name in index["weight_map"].items()}
     case.put_json("model.safetensors.index.json", {"weight_map": moved})
     case.write()
-    with pytest.raises(ValueError, match=r"plain name of a \.safetensors file in the same folder"):
+    with pytest.raises(ValueError, match=r"name of a \.safetensors file in the same folder"):
         load_pretrained(case.folder, small_model())
 
 
@@ -381,11 +381,11 @@ def test_two_weights_of_one_tensor(folder):
     first, second = records.weights["0.weight"], records.weights["1.weight"]
     part, full = next(iter(first.names.items()))
     both = {"0.weight": first, "1.weight": replace(second, names={**second.names, part: full})}
-    said = f"1.weight and 0.weight are both made of {full}; fetch it again"
+    said = f"1.weight and 0.weight are both made from {full}; fetch it again"
     with pytest.raises(ValueError, match=said):
         dense_names(both, opened)
     with pytest.raises(ValueError, match=said):
         completed(Records(both, (), {}), opened)
     left = replace(records, left_out={full: "not needed"})
-    with pytest.raises(ValueError, match=f"0.weight and what is left out are both made of {full}"):
+    with pytest.raises(ValueError, match=f"0.weight and what is left out are both made from {full}"):
         completed(left, opened)

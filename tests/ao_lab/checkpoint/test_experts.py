@@ -183,7 +183,7 @@ def test_names_are_those_of_published_checkpoints(tmp_path):
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_plain_transformers_cannot_read_is_not_written(tmp_path, name):
     model = made(name, "int4_g32")
-    with pytest.raises(ValueError, match="compressed-tensors cannot hold this model"):
+    with pytest.raises(ValueError, match="compressed-tensors cannot store this model"):
         save_pretrained(model, tmp_path / "plain", layout=COMPRESSED)
     saved = save_pretrained(model, tmp_path / "own", layout="ao_lab")
     assert saved.layout == "ao_lab"
@@ -200,11 +200,11 @@ def test_dense_weights_of_patched_experts_would_be_lost(tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "activation", "message"),
     [
-        ("nvfp4", None, "does not read experts in nvfp4"),
-        ("mxfp8_e4m3", None, "does not read experts in mxfp8_e4m3"),
-        ("fp8_128x128", None, "does not read experts in fp8_128x128"),
-        ("fp8_tensorwise", None, "does not read experts in fp8_tensorwise"),
-        ("int4_g32_asymmetric", None, "does not read experts in int4_g32_asymmetric"),
+        ("nvfp4", None, "does not load experts in nvfp4"),
+        ("mxfp8_e4m3", None, "does not load experts in mxfp8_e4m3"),
+        ("fp8_128x128", None, "does not load experts in fp8_128x128"),
+        ("fp8_tensorwise", None, "does not load experts in fp8_tensorwise"),
+        ("int4_g32_asymmetric", None, "does not load experts in int4_g32_asymmetric"),
         ("fp8_rowwise", "fp8_rowwise", "quantizes none of their inputs"),
     ],
 )
@@ -413,7 +413,7 @@ def test_an_expert_that_is_dense_among_quantized_ones_is_named(tmp_path):
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"some of what it is made of is quantized, and .*experts\.2\.down_proj"
+        ValueError, match=r"some of the tensors it is made from are quantized, and .*experts\.2\.down_proj"
     ):
         load_pretrained(tmp_path)
 

@@ -253,7 +253,7 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path, name):
     for place in (folder / "sub" / "b.safetensors", tmp_path / "b.safetensors", folder / ".b.safetensors"):
         save_file({"x": X}, place)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
-    with pytest.raises(ValueError, match="is the plain name of a"):
+    with pytest.raises(ValueError, match="is the name of a"):
         look_at(folder)
 
 
@@ -301,8 +301,8 @@ def test_what_safetensors_itself_cannot_read(tmp_path, name, shape, message):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"metadata": {}, "weight_map": {"x": "../outside.bin"}}, r"plain name of a \.bin file"),
-        ({"metadata": {}, "weight_map": {"x": 5}}, r"plain name of a \.bin file"),
+        ({"metadata": {}, "weight_map": {"x": "../outside.bin"}}, r"name of a \.bin file"),
+        ({"metadata": {}, "weight_map": {"x": 5}}, r"name of a \.bin file"),
         ({"metadata": {}, "weight_map": {"x": "pipe.bin"}}, r"pipe\.bin is no regular file"),
         ({"weight_map": {"x": "a.bin"}}, "has no metadata"),
         ([], "holds a JSON object"),
@@ -394,11 +394,11 @@ def test_no_expression_takes_long(text):
     ("text", "message"),
     [
         ("(", "no regular expression"),
-        (r"(a)\1", "groupref is not followed"),
+        (r"(a)\1", "groupref is not supported"),
         ("(?i)a", "flags"),
         ("(?i:a)", "flags"),
-        ("(?>a*)", "not followed"),
-        ("a*+", "not followed"),
+        ("(?>a*)", "not supported"),
+        ("a*+", "not supported"),
         ("((a*)*)*", "nest"),
         ("(?=(?=(?=a)))", "nest"),
         (f"a{{{LARGEST_COUNT + 1}}}", "count"),

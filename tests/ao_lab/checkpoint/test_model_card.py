@@ -104,17 +104,14 @@ def test_a_card_of_our_layout(tmp_path):
     )
     assert matter["library_name"] == "ao_lab"
     assert matter["base_model"] == "base"
-    assert (
-        "once `import ao_lab` has run, and refuses it otherwise. Why not compressed-tensors: no format."
-        in body
-    )
+    assert "after `import ao_lab`, and refuses it without. Why not compressed-tensors: no format." in body
     assert "vllm" not in body
     assert "somewhere" not in body
 
 
 def test_formats_that_are_not_served(tmp_path):
     saved(tmp_path / "a", "int3_g32_cast")
-    assert "vLLM lists no kernels" in model_card(tmp_path / "a")
+    assert "vLLM does not list kernels" in model_card(tmp_path / "a")
     model = small_model()
     quantize_(
         model,
@@ -186,8 +183,8 @@ def test_names_of_bases(given, shown):
     ("options", "said"),
     [
         ("", "weights rounded to nearest, without calibration data."),
-        ("--method hqq", "weights by hqq, without calibration data."),
-        ("--calibration a.txt --method clip", "weights by clip with calibration data."),
+        ("--method hqq", "weights quantized by hqq, without calibration data."),
+        ("--calibration a.txt --method clip", "weights quantized by clip with calibration data."),
     ],
 )
 def test_methods_are_said(options, said):
@@ -202,7 +199,7 @@ def test_static_scales_are_said(tmp_path):
     for layout in ("auto", "ao_lab"):
         save_pretrained(model, tmp_path / layout, layout=layout)
         text = write_card(tmp_path / layout).read_text()
-        assert "static scales of inputs" in text
+        assert "static activation scales" in text
         assert "without calibration data" not in text
 
 
@@ -312,7 +309,7 @@ def test_code_of_every_architecture(kind, auto, task, served, tmp_path, monkeypa
         assert [type(m).__name__ for m in loaded] == [kind, kind]
         if layout == "ao_lab":
             assert all(torch.equal(outputs(m, inputs), outputs(model, inputs)) for m in loaded)
-        assert ("is not among the models that vLLM lists" in card) == (
+        assert ("among its models for text generation" in card) == (
             not served and layout == "compressed-tensors"
         )
 
@@ -335,7 +332,7 @@ def test_dtype_is_explained(tmp_path):
         save_pretrained(quantized_model("LlamaForCausalLM", scheme)[0], tmp_path, layout="compressed-tensors")
         assert ("float32 scales" in (tmp_path / CARD).read_text()) == said
     save_pretrained(quantized_model("LlamaForCausalLM", "nf4")[0], tmp_path, layout="ao_lab")
-    assert "`dtype=` is what layers compute in" in (tmp_path / CARD).read_text()
+    assert "`dtype=` is the dtype of the computation" in (tmp_path / CARD).read_text()
 
 
 def test_cards_of_others_stay(tmp_path):
@@ -355,7 +352,7 @@ def test_models_of_ones_own(tmp_path):
     quantize_(model, SchemeConfig(scheme="nf4"))
     save_pretrained(model, tmp_path / "little")
     card = model_card(tmp_path / "little")
-    assert "`ao_lab.load_pretrained('little', model)` fills a model of the same structure." in card
+    assert "`ao_lab.load_pretrained('little', model)` loads it into a model of the same architecture." in card
     assert "pipeline_tag" not in matter_of(card)
     assert "```" not in card
 

@@ -134,9 +134,9 @@ ROUNDED = SchemeConfig(scheme="int8_rowwise", activation_scheme="compressed_tens
 #: What is written by name alone: the dtype, the configuration, its limit, and what a plain reader does.
 ODD = {
     "zero points": ("bfloat16", Int4WeightOnlyConfig(group_size=32), "dequantize: config.json", ""),
-    "float32 scales": ("bfloat16", SchemeConfig(scheme="int8_rowwise"), "scales: readers that keep codes", ""),
+    "float32 scales": ("bfloat16", SchemeConfig(scheme="int8_rowwise"), "scales: loaders that keep quantized values", ""),
     "float32 scales, inputs": ("bfloat16", ROUNDED, "leaves inputs as they are", "differs by"),
-    "bfloat16 weights": ("float32", SchemeConfig(scheme="mxfp4"), "products with float32 inputs fail", "RuntimeError"),
+    "bfloat16 weights": ("float32", SchemeConfig(scheme="mxfp4"), "matmuls with float32 inputs fail", "RuntimeError"),
 }  # fmt: skip
 
 

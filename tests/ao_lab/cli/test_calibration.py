@@ -71,14 +71,14 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
     # Lines are as long as the paths in them allow.
     card = " ".join((target / "README.md").read_text().replace("\\\n", " ").split())
     assert "--method gptq --method clip " + " ".join(["--windows 12 --length 32", *stream]) in card
-    assert "weights by gptq, clip with calibration data." in card
+    assert "weights quantized by gptq, clip with calibration data." in card
     assert "to nearest" not in card
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--method", "gptq"], "--method gptq reads the inputs of layers; give --calibration TEXT"),
+        (["--method", "gptq"], "--method gptq needs calibration data; give --calibration TEXT"),
         (["--method", "gtpq"], "gptq"),
         (["--method", "gptq", "--method", "gptq"], "GPTQ twice"),
         (["--calibration", "WORDS"], "give --method"),
@@ -86,7 +86,7 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         (["--calibration", "WORDS", "--method", "gptq", "--windows", "0"], "--windows is at least 1"),
         (["--calibration", "WORDS", "--method", "gptq", "--length", "16", "--windows", "1"], "the least"),
         (["--method", "hqq", "--option", "group_size=32", "--layout", "ao_lab"], "int4_g32_asymmetric"),
-        (["--method", "clip", "--sparsity", "2:4", "--calibration", "WORDS"], "fill the zeros"),
+        (["--method", "clip", "--sparsity", "2:4", "--calibration", "WORDS"], "overwrite the zeros"),
         (["--resume", "somewhere", "--method", "hqq"], "give --calibration"),
         (["--stream", "--method", "hqq"], "give --calibration"),
     ],

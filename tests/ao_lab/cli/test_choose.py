@@ -88,10 +88,10 @@ def test_the_choice_as_tables(folder, tmp_path, capsys):
     [
         (OPTIONS, "give one budget, --bits or --bytes or --microseconds; got none"),
         ([*OPTIONS, "--bits", "6", "--bytes", "10"], "got --bits and --bytes"),
-        ([*OPTIONS, "--bits", "6", "--rows", "4"], "--rows is of products"),
+        ([*OPTIONS, "--bits", "6", "--rows", "4"], "--rows applies to --microseconds only"),
         ([*OPTIONS, "--bits", "-1"], "Bits is a positive number, got -1"),
         ([*OPTIONS, "--bits", "20"], "the budget is 20 bits"),
-        ([*OPTIONS[:2], "--bits", "4"], "give --config twice or more"),
+        ([*OPTIONS[:2], "--bits", "4"], "give --config at least twice"),
         (["--config", "int4_g32", "--config", "'int4", "--bits", "4"], "--config 'int4: write NAME"),
         (["--config", "int4_g32", "--config", "int9", "--bits", "4"], "int9"),
         ([*OPTIONS, "--bits", "6", "--method", "awq"], "awq change more than a layer's weight"),
@@ -115,8 +115,8 @@ def test_what_is_refused(arguments, said, folder, tmp_path, capsys):
         ([], "give --config NAME"),
         (["--plan", "nowhere.json"], "--plan nowhere.json is no file"),
         (["--plan", "WORDS"], "this is no choice as Choice.to_json writes it"),
-        (["--plan", "WORDS", "--config", "nf4"], "give one of the two"),
-        (["--plan", "WORDS", "--skip", "lm_head"], "leave --config and its options out"),
+        (["--plan", "WORDS", "--config", "nf4"], "give only one of them"),
+        (["--plan", "WORDS", "--skip", "lm_head"], "already assigns a configuration to each layer"),
     ],
 )
 def test_plans_that_are_refused(arguments, said, folder, tmp_path, capsys):

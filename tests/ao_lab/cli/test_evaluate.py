@@ -135,8 +135,8 @@ def test_windows_begin_as_the_tokenizer_begins_a_text(capsys, folders, tmp_path,
     assert made["tasks"]["perplexity"]["loss"] == pytest.approx(wanted, rel=(31 + 4 + 2) * 2.0**-24)
     (tmp_path / "bos" / "README.md").write_text("# A card\n")
     assert main(["eval", str(tmp_path / "bos"), "--limit", "1", "--length", "16", "--save"]) == 0
-    assert ("each window behind <s>" in " ".join(capsys.readouterr().out.split())) == begins
-    assert ("each window behind" in (tmp_path / "bos" / "README.md").read_text()) == begins
+    assert ("each sequence starts with <s>" in " ".join(capsys.readouterr().out.split())) == begins
+    assert ("each sequence starts with" in (tmp_path / "bos" / "README.md").read_text()) == begins
 
 
 @pytest.mark.parametrize("name", ["ours", "compressed", "foreign"])
@@ -201,7 +201,7 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
     assert "no config.json" in complaint(capsys, tmp_path)[1]
     assert "--against" in complaint(capsys, base, "--tasks", "agreement")[1]
     assert "is the model itself" in complaint(capsys, base, "--against", base)[1]
-    assert "at least 1 window" in complaint(capsys, base, "--limit", "0")[1]
+    assert "at least 1 sequence" in complaint(capsys, base, "--limit", "0")[1]
     (tmp_path / "short.txt").write_text("a b")
     assert "one window has 64" in complaint(capsys, base, "--text", tmp_path / "short.txt")[1]
     shutil.copytree(base, tmp_path / "other")
@@ -211,7 +211,7 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
     (tmp_path / "list" / "config.json").write_text("[]")
     assert "config.json holds a JSON object, got list" in complaint(capsys, tmp_path / "list")[1]
     save_llama(tmp_path / "small", vocabulary=64)
-    assert "it is another model's" in complaint(capsys, tmp_path / "small")[1]
+    assert "it belongs to another model" in complaint(capsys, tmp_path / "small")[1]
     if importlib.util.find_spec("lm_eval") is None:
         code, err = complaint(capsys, base, "--tasks", "hellaswag")
         assert code == 2
@@ -237,7 +237,7 @@ def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
     for folder in ("dense", "int8"):
         code, err = complaint(capsys, tmp_path / folder, "--limit", "1")
         assert code == 2
-        assert f"holds {kind}, no causal language model" in err
+        assert f"holds {kind}, not a causal language model" in err
     made = evaluated(capsys, tmp_path / "int8", "--against", tmp_path / "dense", "--tasks", "weights")
     assert 0 < made["tasks"]["weights"][scheme] < 0.01
 

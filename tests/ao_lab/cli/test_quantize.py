@@ -72,7 +72,7 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     )
     shown = capsys.readouterr().out
     assert "int4_g32_cast in place of int4_g32_asymmetric" in shown
-    assert "layout: compressed-tensors; transformers" in shown
+    assert "layout: compressed-tensors; loads in transformers" in shown
     assert "Embedding: only linear layers and experts are quantized" in shown
     assert "filter_fn" not in shown
     # Columns and words that would say nothing of this model.
@@ -150,7 +150,7 @@ def test_weights_and_inputs(folder, tmp_path):
         (["--config", "Int4WeightOnlyConfig", "--option", "group"], "key=value"),
         (["--config", "FqnToConfig"], "no configuration (ao-lab configs lists them) and no scheme"),
         (["--config", "nf4", "--option", 'axis="x"'], "axis is an integer"),
-        (["--config", "mxfp4", "--skip", "nowhere"], "--skip nowhere: no layer is called that"),
+        (["--config", "mxfp4", "--skip", "nowhere"], "--skip nowhere: no layer or submodule has this name"),
         (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
         (["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"], "none of them can be changed"),
         (["--config", "mxfp4", "--skip", "re:("], "--skip: 're:(' is no regular expression"),
@@ -158,7 +158,7 @@ def test_weights_and_inputs(folder, tmp_path):
         (["--config", "NF4WeightOnlyConfig", "--layout", "compressed-tensors"], "give --layout ao_lab"),
         (
             ["--config", "Int8DynamicActivationInt8WeightConfig", "--layout", "compressed-tensors"],
-            "--layout auto takes what readers compute",
+            "--layout auto adapts the configuration to what loaders compute",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_heads_with_few_rows_of_zero_points(capsys, tmp_path, monkeypatch):
     code, err = complaint(capsys, tmp_path / "bert", tmp_path / "out", *given)
     assert code == 2
     assert "classifier.weight: compressed-tensors 0.20 cannot read the packed zero points of 2 rows" in err
-    assert "--skip classifier leaves what is in the way in high precision" in err
+    assert "--skip classifier leaves these layers unquantized" in err
     assert err.count("--layout ao_lab") == 1
 
 
@@ -312,11 +312,11 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
     made = quantized_json(capsys, folder, tmp_path / "a", "--config", "Int8DynamicActivationInt8WeightConfig")
     assert made["layout"] == "compressed-tensors"
     assert made["changes"] == [
-        "weights: int8_rowwise_cast in place of int8_rowwise, because readers store scales in the weight's dtype",
-        "inputs: compressed_tensors.int8_token in place of int8_rowwise, because readers scale inputs by 127.5, without zero "
+        "weights: int8_rowwise_cast in place of int8_rowwise, because loaders store scales in the weight's dtype",
+        "inputs: compressed_tensors.int8_token in place of int8_rowwise, because loaders scale inputs by 127.5, without zero "
         "points, in the input's dtype",
-        "kernel: dequantize: ao_lab dequantizes weights and inputs before each matmul, as transformers does, for the same "
-        "bits; this is no faster than dense layers, kernel= names a faster kernel",
+        "kernel: dequantize: ao_lab dequantizes weights and inputs before each matmul, as transformers does, so that "
+        "results are bitwise equal; this is no faster than dense layers, kernel= selects a faster kernel",
     ]
     assert any("one scale for all tokens" in line for line in made["limits"])
     code = main(
@@ -324,7 +324,7 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
     )
     assert code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(line in shown for line in [*made["changes"], *made["limits"], "--layout ao_lab keeps"])
+    assert all(line in shown for line in [*made["changes"], *made["limits"], "--layout ao_lab stores"])
 
 
 def test_zero_points_by_name_and_their_limit(capsys, folder, tmp_path):
@@ -446,7 +446,7 @@ def test_parts_of_a_model_are_left_out(skip, named):
     layer = torch.nn.Linear(2, 2)
     for skipped in (SkippedLayers([skip]), SkippedLayers([skip, "nowhere"])):
         assert [i for i, path in enumerate(paths) if not skipped(layer, path)] == named
-    with pytest.raises(WrongInput, match="--skip nowhere: no layer is called that"):
+    with pytest.raises(WrongInput, match="--skip nowhere: no layer or submodule has this name"):
         skipped.check()
     assert all(SkippedLayers(["vision"])(layer, path) for path in paths)
 
@@ -556,9 +556,9 @@ def test_a_folder_with_compressed_weights(capsys, folder, tmp_path):
         (["--config", "nf4", "--sparsity", "2:4"], "flattened"),
         (
             ["--config", "int8_rowwise", "--sparsity", "2:4", "--layout", "compressed-tensors"],
-            "no format of 2:4 weights",
+            "no format for 2:4 weights",
         ),
-        (["--config", "int8_rowwise", "--option", "sparsity=2:4"], "--sparsity 2:4 prunes them too"),
+        (["--config", "int8_rowwise", "--option", "sparsity=2:4"], "use --sparsity 2:4, which prunes them"),
     ],
 )
 def test_wrong_input(capsys, folder, tmp_path, arguments, message):

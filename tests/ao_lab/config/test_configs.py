@@ -220,6 +220,8 @@ def test_blocks():
         ("MXDynamicActivationMXWeightConfig", {"scaling_mode": "even"}, "scaling_mode is one of"),
         ("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": False}, "is True"),
         ("NF4WeightOnlyConfig", {"block_size": 32}, "block_size is 64"),
+        ("Int4WeightOnlyConfig", {"group_size": "32"}, "group_size is 1 or more .* got .32."),
+        ("Int8WeightOnlyConfig", {"group_size": 0}, "group_size is 1 or more .* got 0"),
         ("LowBitWeightOnlyConfig", {"bits": 1}, "bits is 1.58 .three levels., 2, 3 or 4; got 1"),
         ("LowBitWeightOnlyConfig", {"bits": 5}, "got 5"),
     ],

@@ -85,7 +85,7 @@ def test_nearest_range():
 
 def test_a_choice_is_not_carried_to_rows_of_candidates_that_were_not_measured():
     """Of 8 rows "fused" was no candidate, of one and of two it is."""
-    beyond = Candidate("fused", reason="for more than 2 rows it is dequantize", most_rows=2)
+    beyond = Candidate("fused", reason="for more than 2 tokens it uses dequantize", most_rows=2)
     problem = Problem("inference", "", "int4_g32", 64, 64, 8, "torch.bfloat16")
     many = Choice(problem, "dequantize", (Candidate("dequantize", 1e-3), beyond))
     table = choices.choices_for(CPU)
@@ -198,7 +198,7 @@ def test_subsets_of_a_training_step_are_checked():
         if known:
             assert choices.choices_of(content, "d")[0].kernel == kernel
         else:
-            with pytest.raises(ValueError, match="names no products"):
+            with pytest.raises(ValueError, match="is not a kernel for training"):
                 choices.choices_of(content, "d")
 
 

@@ -60,24 +60,24 @@ def families(net):
     [
         (
             ao_lab.Int4WeightOnlyConfig(), "preshuffled",
-            "1-4 rows sm90_w4a16_gemv, 5-64 rows triton_small_m, 65 rows and more sm90_w4a16_gemm",
+            "1-4 tokens sm90_w4a16_gemv, 5-64 tokens triton_small_m, 65 tokens and more sm90_w4a16_gemm",
         ),
         (
             ao_lab.Int4WeightOnlyConfig(), "",
-            "1 row triton_gemv_w4a16, 2-32 rows triton_gemm_small_m, 33 rows and more torch_dequantize",
+            "1 token triton_gemv_w4a16, 2-32 tokens triton_gemm_small_m, 33 tokens and more torch_dequantize",
         ),
         (
             ao_lab.Int8DynamicActivationInt8WeightConfig(), "",
-            "1 row triton_gemv_w8a8, 2-2944 rows triton_int_scaled_mm, 2945 rows and more sm90_s8_gemm",
+            "1 token triton_gemv_w8a8, 2-2944 tokens triton_int_scaled_mm, 2945 tokens and more sm90_s8_gemm",
         ),
         (
             ao_lab.Float8DynamicActivationFloat8WeightConfig(), "",
-            "1 row triton_gemv_w8a8, 2 rows and more torch_scaled_mm",
+            "1 token triton_gemv_w8a8, 2 tokens and more torch_scaled_mm",
         ),
         (ao_lab.Int4WeightOnlyConfig(kernel="dequantize"), "", "torch_dequantize"),
         (
             ao_lab.Int4WeightOnlyConfig(group_size=32, sparsity="2:4"), "",
-            "1-64 rows sm90_sparse24_w4a16_gemv, 65 rows and more torch_dequantize",
+            "1-64 tokens sm90_sparse24_w4a16_gemv, 65 tokens and more torch_dequantize",
         ),
         (ao_lab.Int8DynamicActivationInt8WeightConfig(sparsity="2:4"), "", "sm90_sparse24_gemm"),
         (ao_lab.Int8WeightOnlyConfig(sparsity="2:4"), "", "torch_dequantize"),
@@ -107,7 +107,7 @@ def test_what_was_tuned_goes_first(gpu, monkeypatch, table):
         of = choices.problem_of("inference", *select.inference_keys(w), (rows, 384, 256), BF16)
         table.add(Choice(of, name, (Candidate(name),)))
     assert families(net).startswith(
-        "1-4 rows triton_small_m, 5-16 rows sm90_w4a16_gemv, 17-64 rows triton_small_m, 65"
+        "1-4 tokens triton_small_m, 5-16 tokens sm90_w4a16_gemv, 17-64 tokens triton_small_m, 65"
     )
     select.product(torch.zeros(4, 256, dtype=BF16), w)
     select.select_product(w, BF16)(torch.zeros(16, 256, dtype=BF16), w, None)
@@ -129,7 +129,7 @@ def test_candidates_of_tune_are_families(gpu):
     assert list(select.candidates(plain, BF16, 1)) == list(select.PRODUCTS)
     x = torch.zeros(64, 256, dtype=BF16)
     reason = candidates._serving_reason(select.Selected("fused", SM90_W4A16_GEMV.name), w, x)
-    assert reason == "there are 1 to 16 rows, got 64"
+    assert reason == "there are 1 to 16 tokens, got 64"
     assert candidates._most_rows(select.Selected("fused", SM90_W4A16_GEMV.name), w, x) == 16
     assert candidates._most_rows(select.Selected("fused", TRITON_SMALL_M.name), w, x) is None
 
@@ -140,7 +140,7 @@ def test_candidates_of_tune_are_families(gpu):
 def test_ranges_of_lengths_that_are_filled(gpu, shape, few):
     """Kernels in CUDA C++ take whole tiles alone; small weights are dense for more than half a tile of 128 rows."""
     told = families(layer(ao_lab.Int4WeightOnlyConfig(group_size=32), "preshuffled", shape))
-    assert told == f"1-{few} rows triton_small_m, {few + 1} rows and more torch_dequantize"
+    assert told == f"1-{few} tokens triton_small_m, {few + 1} tokens and more torch_dequantize"
 
 
 @pytest.mark.parametrize(
@@ -148,16 +148,16 @@ def test_ranges_of_lengths_that_are_filled(gpu, shape, few):
     [
         (
             ao_lab.Int4WeightOnlyConfig(), "preshuffled", SM90_W4A16_GEMV, 1,
-            "1-4 rows triton_small_m (for sm90_w4a16_gemv, which did not load), 5-64 rows triton_small_m, 65 rows",
+            "1-4 tokens triton_small_m (for sm90_w4a16_gemv, which did not load), 5-64 tokens triton_small_m, 65 tokens",
         ),
         (
             ao_lab.Int4WeightOnlyConfig(), "preshuffled", SM90_W4A16_GEMM, 65,
-            "5-64 rows triton_small_m, 65-128 rows triton_small_m (for sm90_w4a16_gemm, which did not load), "
-            "129 rows and more torch_dequantize (for sm90_w4a16_gemm, which did not load)",
+            "5-64 tokens triton_small_m, 65-128 tokens triton_small_m (for sm90_w4a16_gemm, which did not load), "
+            "129 tokens and more torch_dequantize (for sm90_w4a16_gemm, which did not load)",
         ),
         (
             ao_lab.Int8DynamicActivationInt8WeightConfig(), "", SM90_S8_GEMM, 4096,
-            "2945 rows and more triton_int_scaled_mm (for sm90_s8_gemm, which did not load)",
+            "2945 tokens and more triton_int_scaled_mm (for sm90_s8_gemm, which did not load)",
         ),
     ],
     ids=["a variant", "a kernel", "codes"],

@@ -92,11 +92,11 @@ def test_why_it_does_not_take_a_weight(w, dtype, reason):
     [
         (
             replace(SCHEMES["int4_g32_asymmetric"], zero=Zero(rule="value", storage="bfloat16")),
-            "zero points must be integers that are taken off codes",
+            "zero points must be integers subtracted from quantized values",
         ),
-        (replace(SCHEME, dequantize="target"), "its code times one scale"),
+        (replace(SCHEME, dequantize="target"), "its quantized value times one scale"),
         (replace(SCHEME, scale=replace(SCHEME.scale, storage="float16", floor=None)), "in float16"),
-        (replace(SCHEMES["nvfp4"], element="int4"), "its code times one scale"),
+        (replace(SCHEMES["nvfp4"], element="int4"), "its quantized value times one scale"),
     ],
 )
 def test_schemes_that_it_would_compute_wrongly(scheme, reason):
@@ -158,7 +158,7 @@ def test_one_number_may_be_added_to_all_columns(kernels):
 def test_layers_explain_and_tune(kernels):
     made = layer()
     x = torch.randn(4, 128).to(BF16)
-    assert explain(made).layers[0].kernel == "sparse_int4, up to 64 rows"
+    assert explain(made).layers[0].kernel == "sparse_int4, up to 64 tokens"
     (choice,) = tune(made, x).choices
     # On a busy CPU one may take so long at first that it drops out.
     measured = [one.kernel for one in choice.candidates if not one.reason or one.reason.startswith("took ")]

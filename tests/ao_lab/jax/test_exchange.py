@@ -105,7 +105,7 @@ def test_negated_and_learned_tensors():
 )
 def test_dtypes_that_codes_never_have(dtype):
     tensor = torch.zeros(4).to(getattr(torch, dtype))
-    with pytest.raises(TypeError, match=f"codes is {dtype}; codes and scales are"):
+    with pytest.raises(TypeError, match=f"codes is {dtype}; quantized values and scales are"):
         functions.from_torch(Quantized(tensor, None, None, None, (4,), 0, SCHEMES["mxfp4"]))
     if hasattr(jnp, dtype) and dtype not in ("float64", "int64"):
         with pytest.raises(TypeError, match="view its bytes as uint8"):

@@ -63,7 +63,9 @@ def test_generate_from_a_folder(tmp_path, per, element):
     codes = fast.quantize(plain.layers[0].keys, scheme, scales=Scales(scales)).codes
     assert torch.equal(cache.layers[0].keys.store.codes[:, :, :20], codes)
     card = (tmp_path / "README.md").read_text()
-    assert f"{'FP8' if element != 'int8' else 'INT8'} cache, one {per} each" in card
+    assert (
+        f"static {'FP8' if element != 'int8' else 'INT8'} scales for keys and values, one per {per}" in card
+    )
     assert 'use_kv_cache_(model, "calibrated")' in card
     assert "generate() stored" not in card
     save_pretrained(read, tmp_path / "again")

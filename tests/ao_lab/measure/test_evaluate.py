@@ -56,7 +56,7 @@ def test_a_quantized_model_beside_its_base(folder):
     [
         ({"length": 65}, "takes at most 64 tokens"),
         ({"length": 1}, "at least 2 tokens"),
-        ({"limit": 0}, "at least 1 window"),
+        ({"limit": 0}, "at least 1 sequence"),
         ({"tasks": ["agreement"]}, "give its folder with --against"),
         ({"tokenizer": "elsewhere"}, "a folder has its own"),
         ({"text": "nowhere.txt"}, "is no file"),
@@ -73,6 +73,8 @@ def test_what_does_not_fit(folder, wrong, said, monkeypatch):
 def test_models_that_are_none(folder, tmp_path):
     with pytest.raises(ValueError, match="names on the Hub are not fetched: hf download"):
         evaluate("some/model", **given(folder))
+    with pytest.raises(TypeError, match="a folder or a torch.nn.Module, got int"):
+        evaluate(3, **given(folder))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="give tokenizer="):
         evaluate(model, **given(folder))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit
 from ao_lab.optim.slots import lead_axes, like, moment_of, put_moment, slot_of
 from fast.optim import update
-from fast.optim.update import Rule, Updates
+from fast.optim.update import Moment, Rule, Slot, Updates
 from reference.optim.states import STATES
 from tests.support.distributed.ranks import check_on_ranks
 
@@ -345,6 +345,31 @@ def test_a_shard_without_rows_steps():
     Updates()([slot], Rule("adamw", states, 0.1, (0.9, 0.999), 1e-8, 0.0))
     assert state["step"] == 1
     assert moment_of(p, state, "exp_avg", states.first).shape == p.shape
+
+
+def test_shards_of_a_vector_round_as_the_whole():
+    """Stochastically, wherever a shard begins; what lies before it in its block stays as it was."""
+    generator = torch.Generator().manual_seed(0)
+    states, rule = (
+        STATES["float32"],
+        Rule("adamw", STATES["float32"], 0.01, (0.9, 0.999), 1e-8, 0.1, stochastic_round=True, seed=5),
+    )
+    p, g = (torch.randn(600, generator=generator).bfloat16() for _ in range(2))
+
+    def stepped(begin, end):
+        part = p[begin:end].clone()
+        moments = [Moment(torch.zeros(end - begin)) for _ in range(2)]
+        first, inside = divmod(begin, states.first.block)
+        slot = Slot(part, g[begin:end].clone(), torch.zeros(()), *moments, None, 3, first, inside)
+        Updates()([slot], rule)
+        assert slot.step == 1
+        return part, *(moment.codes for moment in moments)
+
+    whole = stepped(0, 600)
+    parts = [stepped(*ends) for ends in ((0, 200), (200, 301), (301, 600))]
+    for expected, *found in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat(found), expected)
+    assert not torch.equal(p, whole[0])
 
 
 def test_ranks_have_the_bits_of_one_process(tmp_path):

@@ -118,5 +118,15 @@ def test_what_nothing_beats_is_joined():
     steps = figure.axes[0].get_lines()[0]
     assert steps.get_xdata().tolist() == [1, 2, 4]
     assert steps.get_ydata().tolist() == [3.0, 2.0, 0.9]
-    assert [one.get_text() for one in figure.axes[0].texts] == ["a", "b", "c", "f", "d"]
+    assert sorted(one.get_text() for one in figure.axes[0].texts) == ["a", "b", "c", "d", "f"]
     assert "not finite: e" in figure.axes[0].get_title(loc="left")
+
+
+def test_names_of_neighbours_do_not_cover_each_other():
+    points = [plot.Point(f"configuration {n}", 1 + 0.01 * n, 2 + 0.001 * n) for n in range(4)] + [
+        plot.Point("far", 9, 9)
+    ]
+    figure = plot.tradeoff(points, scale=1)
+    figure.canvas.draw()
+    boxes = [one.get_window_extent() for one in figure.axes[0].texts]
+    assert not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])

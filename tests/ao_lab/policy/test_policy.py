@@ -197,7 +197,7 @@ def test_what_is_refused(report, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             dispatch_(model, X, report, measure=times(), **changes)
-    with pytest.raises(ValueError, match="0: times have none of the dense layer"):
+    with pytest.raises(ValueError, match="0: there is no time of the dense layer"):
         dispatch_(model, X, report)
     line = report.sites[0]
     moved = replace(
@@ -206,7 +206,7 @@ def test_what_is_refused(report, tmp_path):
     with pytest.raises(ValueError, match="the report is of another model: 0 is"):
         dispatch_(model, X, moved, measure=times())
     policy = dispatch_(model, X, report, budget=10.0, measure=times())
-    with pytest.raises(ValueError, match="0: it trains by recipe 'rowwise' already"):
+    with pytest.raises(ValueError, match="0: it trains with recipe 'rowwise' already"):
         dispatch_(model, X, report, measure=times())
     policy.save(path)
     other = nn.Sequential(nn.Linear(8, 8))
@@ -229,7 +229,7 @@ def test_layers_that_train_already_are_refused_and_stay(report):
     policy = dispatch_(model, X, report, budget=10.0, measure=times())
     dense = dispatch_(net(), X, report, budget=10.0, measure=times(dense=0.3))
     for one in (policy, dense):
-        with pytest.raises(ValueError, match="0: it trains by recipe 'rowwise' already"):
+        with pytest.raises(ValueError, match="0: it trains with recipe 'rowwise' already"):
             apply_policy_(model, one)
         assert isinstance(model[0], LowPrecisionLinear)
     # A layer that the report has not, and that trains by a recipe.

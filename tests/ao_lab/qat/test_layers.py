@@ -107,7 +107,7 @@ def test_compiled():
 
 
 def test_what_does_not_go_together():
-    with pytest.raises(ValueError, match="take products='dense'"):
+    with pytest.raises(ValueError, match="use products='dense'"):
         sparse_prepared(BASES["int4"], SparseTrainingConfig(products="cusparselt"))
     net = sparse_prepared(BASES["int4"], RECOMPUTED)
     with pytest.raises(ValueError, match="a SparseQATLinear may compute otherwise"):

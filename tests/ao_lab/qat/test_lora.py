@@ -501,11 +501,11 @@ def test_states_that_do_not_fit_change_nothing():
     refused(
         net,
         QATConfig(other, step="convert"),
-        "first.weight was trained beside int4_g32 x .*, not int4_g32_asym",
+        "first.weight was trained on int4_g32 x .*, not int4_g32_asym",
     )
     refused(Net(), FqnToConfig({"first": wanted, "second": QATConfig(config)}), "lora in every QATConfig")
     refused(Net(), FqnToConfig({"first": wanted, "nothing": wanted}), "match nothing")
-    refused(Net(), wanted, "no layer that it means", lambda module, name: False)
+    refused(Net(), wanted, "none of the selected layers", lambda module, name: False)
 
 
 def test_what_adapters_are_not_for_is_left():

@@ -316,7 +316,7 @@ def test_explain_and_reports():
     assert reasons["first.weight"].startswith("QAT: trained as int4_g32 x int8_rowwise_asymmetric")
     assert report.changed == ()
     assert str(explain(net)) == str(report)
-    assert reasons["table.weight"] == "Embedding: without filter_fn only nn.Linear"
+    assert reasons["table.weight"] == "Embedding: by default (no filter_fn) only nn.Linear"
     seen = []
     report = quantize_(
         net,
@@ -342,7 +342,7 @@ def test_a_prepared_model_reads_as_prepared():
 def test_reports_name_learned_scales():
     net = in_training(ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32)), learn_scales=True)
     reasons = {layer.name: layer.reason for layer in explain(net).layers}
-    assert reasons["first.qat_scale"] == "learned by QAT beside the weight"
+    assert reasons["first.qat_scale"] == "learned by QAT in addition to the weight"
     assert reasons["first.weight"].startswith("QAT: trained as int4_g32, scales learned")
 
 

@@ -36,7 +36,7 @@ def test_quantized_weights_are_not_trained():
 def test_convert_before_prepare():
     net = Net()
     with pytest.raises(
-        ValueError, match=r"none of the layers meant is in training \(first.weight.*'prepare'\) first"
+        ValueError, match=r"none of the selected layers is in training \(first.weight.*'prepare'\) first"
     ):
         quantize_(net, QATConfig(INT4, step="convert"), linears)
     assert type(net.first) is nn.Linear

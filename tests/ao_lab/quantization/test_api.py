@@ -67,7 +67,7 @@ def test_a_language_model_end_to_end():
     torch.testing.assert_close(model(TOKENS), dense(TOKENS))
     assert len(report.changed) == 15
     assert [(layer.name, layer.reason) for layer in report.left] == [
-        ("model.embed_tokens.weight", "Embedding: without filter_fn only nn.Linear")
+        ("model.embed_tokens.weight", "Embedding: by default (no filter_fn) only nn.Linear")
     ]
     assert explain(model) == report
     assert "15 of 16 layers" in str(report)
@@ -135,6 +135,11 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
     assert report.changed[0].name == "1.weight"
     with pytest.raises(ValueError, match="none of them can be changed"):
         quantize_(model, Int4WeightOnlyConfig(group_size=64))
+    with pytest.raises(
+        ValueError,
+        match=r"Of 2 parameters: 0\.weight and 1 more: shape \(64, 96\): 96 [^:;]*64 along axis 1; pad",
+    ):
+        quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(96, 64)), Int4WeightOnlyConfig(group_size=64))
 
 
 def test_a_second_call_keeps_what_is_quantized():
@@ -211,7 +216,7 @@ def test_a_tied_head_stays_unless_it_is_named(how):
     assert {layer.name for layer in report.changed} == untied - {"lm_head.weight"}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     reasons = {layer.name: layer.reason for layer in report.left}
-    assert "its weight is that of model.embed_tokens, which stays dense" in reasons["lm_head.weight"]
+    assert "its weight is that of model.embed_tokens, which stays unquantized" in reasons["lm_head.weight"]
     quantize_(model, FqnToConfig({"lm_head": Int8WeightOnlyConfig()}))
     assert type(model.lm_head.weight) is not type(model.model.embed_tokens.weight)
 

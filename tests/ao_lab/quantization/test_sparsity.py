@@ -102,7 +102,7 @@ def test_a_kernel_that_is_named_multiplies(kernel, gpu, monkeypatch):
 @pytest.mark.parametrize("kernel", SPARSE_KERNELS)
 def test_a_kernel_of_24_storage_needs_it(kernel):
     with pytest.raises(
-        ValueError, match=rf"{kernel}' multiplies weights in 2:4 storage alone; give sparsity='2:4'"
+        ValueError, match=rf"{kernel}' supports weights in 2:4 storage only; give sparsity='2:4'"
     ):
         config(kernel)
 
@@ -173,7 +173,7 @@ def test_pickles_and_broken_descriptions(gpu):
     again = torch.load(file, weights_only=True)
     assert again.recipe == w.recipe
     assert torch.equal(again.codes, w.codes)
-    with pytest.raises(ValueError, match="multiplies weights in 2:4 storage alone, this one's is 'plain'"):
+    with pytest.raises(ValueError, match="supports weights in 2:4 storage only, this one's is 'plain'"):
         meta_from({**described(w.meta), "layout": "plain"})
 
 
@@ -195,8 +195,8 @@ def test_files_are_read_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
         (Int8WeightOnlyConfig(sparsity="2:4"), None),
         (IntxWeightOnlyConfig(weight_dtype=torch.int2, granularity=PerGroup(32), sparsity="2:4"), None),
         (Int4WeightOnlyConfig(group_size=128, sparsity="2:4"), None),  # of a length that no variant divides
-        (Int4WeightOnlyConfig(group_size=32, sparsity="2:4"), "sparse_int4, up to 64 rows"),
-        (Int4WeightOnlyConfig(scheme="int4_g32", sparsity="2:4"), "sparse_int4, up to 64 rows"),
+        (Int4WeightOnlyConfig(group_size=32, sparsity="2:4"), "sparse_int4, up to 64 tokens"),
+        (Int4WeightOnlyConfig(scheme="int4_g32", sparsity="2:4"), "sparse_int4, up to 64 tokens"),
         (Int8DynamicActivationInt8WeightConfig(sparsity="2:4"), "sparse_wgmma"),
         (Int8WeightOnlyConfig(), None),
     ],
@@ -211,7 +211,7 @@ def test_a_gpu_without_a_kernel_for_what_is_stored_is_said_once(given, kernel, g
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quantize_(made, given, filter_fn=lambda module, name: name in ("0", "2"))
-    told = [str(one.message) for one in caught if "dequantized in every product" in str(one.message)]
+    told = [str(one.message) for one in caught if "dequantized in every forward pass" in str(one.message)]
     assert [one.split(",")[0] for one in told] == ["2 of 2 layers"] * slower
     assert all("Int4WeightOnlyConfig, Int8Dynamic" in one for one in told)
     assert all(one.filename == __file__ for one in caught if str(one.message) in told)
@@ -338,7 +338,7 @@ def test_what_is_compressed_already():
         (lambda: Float8DynamicActivationFloat8WeightConfig(kernel="scaled_mm", sparsity="2:4"), "_scaled_mm"),
         (
             lambda: Int4WeightOnlyConfig(scheme="int4_g32", kernel="fused", sparsity="2:4"),
-            "decode every code",
+            "decode every value",
         ),
     ],
 )

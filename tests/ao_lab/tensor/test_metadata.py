@@ -250,7 +250,7 @@ def test_what_a_target_cannot_hold_is_told():
     t = pair("fp8_rowwise")[1]
     broken = quantized(dense(), "fp8_rowwise")
     broken.codes[0, 0] = 0x7F
-    with pytest.raises(ValueError, match="none of its codes may be NaN; leave it plain"):
+    with pytest.raises(ValueError, match="none of its codes may be NaN; keep layout 'plain'"):
         t.copy_(broken)
 
 
@@ -431,6 +431,6 @@ def test_changes_in_place(name):
     assert t.meta.layout == LAYOUT
     assert torch.equal(t, plain)
     if name != "nf4":
-        with pytest.raises(ValueError, match="slices are copies in the plain layout"):
+        with pytest.raises(ValueError, match="slices are copies in layout 'plain'"):
             t[:128] = dense()[:128]
     assert torch.equal(t, plain)

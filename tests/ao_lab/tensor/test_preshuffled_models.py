@@ -263,7 +263,7 @@ def test_records_with_the_layout_are_refused(tmp_path):
 def test_kernels_say_what_they_take(gpu):
     """On a host products are those of the plain parts; "fused" is the one on a GPU."""
     t = pair("int8_rowwise")[1].transposed()
-    assert PRODUCTS["fused"].unsupported_reason(t, BF16) == "preshuffled weights are multiplied on GPUs"
+    assert PRODUCTS["fused"].unsupported_reason(t, BF16) == "preshuffled weights are for GPUs"
     assert select_kernel(t, BF16, 1) == "dequantize"
     assert most_fused_rows(t, BF16) == 0
     for name in ("int8", "scaled_mm"):
@@ -303,7 +303,7 @@ def test_groups_go_to_the_operator(on_gpu):
     assert torch.equal(torch._grouped_mm(batch, t.mT), torch._grouped_mm(batch, values.mT))
     g = dense(6, (9, 128))
     assert torch.equal(torch._grouped_mm(g, t, ENDS), torch._grouped_mm(g, values, ENDS))
-    with pytest.raises(ValueError, match="multiplies no groups"):
+    with pytest.raises(ValueError, match="does not support grouped matmuls"):
         torch._grouped_mm(x, plain.with_recipe(kernel="fused").mT, ENDS)
 
 
@@ -350,7 +350,7 @@ def test_what_takes_groups(monkeypatch):
 
 def test_the_report_says_what_multiplies(on_gpu, monkeypatch):
     monkeypatch.setattr(report, "groups_reason", fused.groups_reason)
-    assert "fused, up to 64 rows an expert on average" in {layer.kernel for layer in experts()[1].layers}
+    assert "fused, up to 64 tokens an expert on average" in {layer.kernel for layer in experts()[1].layers}
 
 
 def test_compiled_layers(gpu):
@@ -406,7 +406,7 @@ def test_explain_says_up_to_how_many_rows(monkeypatch):
     quantize_(net, CONFIGS["float8 by int4"]())
     net[0].weight = nn.Parameter(net[0].weight.to_layout(LAYOUT), requires_grad=False)
     monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
-    assert "fused, up to 128 rows" in str(explain(net))
+    assert "fused, up to 128 tokens" in str(explain(net))
     monkeypatch.setattr(fused, "rows_as_stored", lambda w, dtype: ALL_ROWS)
     assert explain(net).changed[0].kernel == "fused"
 

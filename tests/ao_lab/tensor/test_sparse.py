@@ -133,14 +133,14 @@ def test_large_weights_are_compressed_in_pieces(monkeypatch):
         (
             torch.zeros(4, 8),
             Recipe(weight=SCHEMES["int8_rowwise"], kernel="int8"),
-            "_int_mm reads every code",
+            "_int_mm reads every value",
         ),
         (
             torch.zeros(4, 8),
             Recipe(weight=SCHEMES["fp8_rowwise"], kernel="scaled_mm"),
-            "_scaled_mm reads every code",
+            "_scaled_mm reads every value",
         ),
-        (torch.zeros(4, 8), Recipe(weight=SCHEMES["fp8_rowwise"], kernel="fused"), "decode every code"),
+        (torch.zeros(4, 8), Recipe(weight=SCHEMES["fp8_rowwise"], kernel="fused"), "decode every value"),
         (torch.zeros(4, 8, dtype=torch.int32), "int8_rowwise", "got torch.int32"),
     ],
 )

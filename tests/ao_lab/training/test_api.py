@@ -50,7 +50,7 @@ def test_what_a_filter_accepts_is_listed():
     assert report.left["experts"] == "experts=False"
     assert "without calling it" in report.left["attention.out_proj"]
     assert "2 of 9 layers" in str(report)
-    with pytest.raises(ValueError, match=r"takes none of conv: conv: .* Conv2d"):
+    with pytest.raises(ValueError, match=r"supports none of 1 selected layers; conv: .* Conv2d"):
         ao_lab.convert_for_training_(net, "rowwise", lambda module, name: name == "conv")
 
 
@@ -152,7 +152,9 @@ def test_dtypes_that_no_recipe_takes_are_left():
     assert (
         "torch.complex64, and recipes take float32" in ao_lab.convert_for_training_(net, "rowwise").left["0"]
     )
-    with pytest.raises(ValueError, match=r"takes none of the model itself: its weight is torch\.complex64"):
+    with pytest.raises(
+        ValueError, match=r"supports none of 1 selected layers; its weight is torch\.complex64"
+    ):
         ao_lab.convert_for_training_(nn.Linear(64, 64, dtype=torch.complex64), "rowwise")
 
 
@@ -262,7 +264,7 @@ def test_wrong_calls_change_nothing():
     refused(ValueError, "unknown recipe 'rowise'", ao_lab.convert_for_training_, net, "rowise")
     with pytest.raises(ValueError, match="filter_fn refused all"):
         ao_lab.convert_for_training_(net, "rowwise", lambda module, name: False)
-    with pytest.raises(ValueError, match="takes none of 2: 2: out_features = 10"):
+    with pytest.raises(ValueError, match="supports none of 1 selected layers; 2: out_features = 10"):
         ao_lab.convert_for_training_(net, "rowwise", lambda module, name: name == "2")
     refused(TypeError, r"torch\.nn\.Module", ao_lab.convert_for_training_, "net", "rowwise")
     assert not any(isinstance(module, LowPrecisionLinear) for module in net.modules())
@@ -272,7 +274,7 @@ def test_a_second_conversion_says_what_is_there():
     net = model()
     ao_lab.convert_for_training_(net, "rowwise")
     with pytest.raises(
-        ValueError, match=r"trains by recipe .rowwise. already; ao_lab.convert_from_training_"
+        ValueError, match=r"trains with recipe .rowwise. already; ao_lab.convert_from_training_"
     ):
         ao_lab.convert_for_training_(net, "mxfp8")
     assert ao_lab.convert_from_training_(net) == ("0", "2")

@@ -45,7 +45,10 @@ def test_without_a_filter_experts_and_routers_stay_dense():
     model = model_of("llama4")
     report = quantize_(model, SchemeConfig(scheme="int4_g32"))
     reasons = {layer.name: layer.reason for layer in report.left}
-    assert "without filter_fn only nn.Linear" in reasons["model.layers.0.feed_forward.experts.gate_up_proj"]
+    assert (
+        "by default (no filter_fn) only nn.Linear"
+        in reasons["model.layers.0.feed_forward.experts.gate_up_proj"]
+    )
     assert "routes tokens to experts" in reasons["model.layers.0.feed_forward.router.weight"]
     assert {layer.name for layer in explain(model).left} == set(reasons)
 

@@ -48,7 +48,9 @@ def test_each_product_once():
     assert len(directions) == len(set(directions)) == 8
     assert {c.kernel for c in made.choices if c.problem.direction != "training"} == {"emulate"}
     assert all(c.error is not None for one in made.choices for c in one.candidates if c.kernel == one.kernel)
-    assert "fp8_rowwise_pow2 x fp8_rowwise_pow2, bfloat16: output 64x128, rows <= 64: emulate (" in str(made)
+    assert "fp8_rowwise_pow2 x fp8_rowwise_pow2, bfloat16: output 64x128, tokens <= 64: emulate (" in str(
+        made
+    )
 
 
 def with_gradients(accumulation):
@@ -313,7 +315,7 @@ def test_explain_lists_the_choices():
         "weight_grad",
     }
     assert set(layers["0.weight"]) | set(layers["2.weight"]) == set(made.choices)
-    assert "tuned: weight_grad 128x64, rows <= 64: emulate (" in str(ao_lab.explain(net))
+    assert "tuned: weight_grad 128x64, tokens <= 64: emulate (" in str(ao_lab.explain(net))
     served = quantized()
     ao_lab.tune(served, X, rows=[1])
     assert [len(layer.tuned) for layer in ao_lab.explain(served).layers] == [2, 2]

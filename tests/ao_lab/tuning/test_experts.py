@@ -58,7 +58,7 @@ def test_both_projections_in_all_directions():
     listed = {layer.name: layer.tuned for layer in ao_lab.explain(net).layers}
     assert set(listed["gate_up_proj"]) | set(listed["down_proj"]) == set(made)
     assert [len(found) for found in listed.values()] == [8, 8]
-    assert "tuned: output of 4 experts 128x32, rows <= 64: emulate (" in str(ao_lab.explain(net))
+    assert "tuned: output of 4 experts 128x32, tokens <= 64: emulate (" in str(ao_lab.explain(net))
     assert [p.grad for p in net.parameters()] == grads
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before.values(), strict=True))
 

@@ -24,6 +24,7 @@ MEETINGS = (
     "mma",
     "movmatrix",
     "shfl",
+    "vote",
     "bar.sync",
     "bar.warp",
     "barrier.cluster.wait",

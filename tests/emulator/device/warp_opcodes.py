@@ -36,6 +36,8 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
         return _copy_own(opcode, operands, o)
     if parts[0] == "ldmatrix":
         return _load_matrices(operands, o, at, meet)
+    if opcode == "vote.sync.any.pred":
+        return _vote(operands, o, at, meet)
     if opcode == "movmatrix.sync.aligned.m8n8.trans.b16":
         return _transpose(operands, o, at, meet)
     if opcode.startswith("mma.sp"):
@@ -175,6 +177,17 @@ def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -
                 th.registers[place] = rows[8 * matrix + lane // 4][lane % 4]
 
     return lambda th: meet(th, ("matrices", at, th.tid_x // 32), 32, together)
+
+
+def _vote(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
+    target, read = o.at(operands[0]), o.reader(operands[1])
+
+    def together(group: list[Any]) -> None:
+        found = any(bool(read(th)) for th in group)
+        for th in group:
+            th.registers[target] = found
+
+    return lambda th: meet(th, ("vote", at, th.tid_x // 32), 32, together)
 
 
 def _transpose(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:

@@ -183,7 +183,7 @@ def test_a_named_kernel_keeps_the_bits_of_the_dense_product():
 def test_the_report_says_how_many_rows():
     model = torch.nn.Sequential(torch.nn.Linear(128, 64))
     ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
-    assert "fused, up to 1 row" in str(ao_lab.explain(model))
+    assert "fused, up to 1 token" in str(ao_lab.explain(model))
 
 
 def test_gradients_of_the_input_flow():

@@ -237,9 +237,11 @@ def test_ranges():
 
     found = by_rows(name, 1 << 16)
     assert found == (Range(1, 8, "a"), Range(9, 32, "b"), Range(33, 2048, "c"), Range(2049, None, "d"))
-    assert ", ".join(map(str, found)) == "1-8 rows a, 9-32 rows b, 33-2048 rows c, 2049 rows and more d"
+    assert (
+        ", ".join(map(str, found)) == "1-8 tokens a, 9-32 tokens b, 33-2048 tokens c, 2049 tokens and more d"
+    )
     assert [str(one) for one in by_rows(lambda rows: "a", 1 << 16)] == ["a"]
-    assert str(by_rows(lambda rows: "a" if rows == 1 else "b", 4)[0]) == "1 row a"
+    assert str(by_rows(lambda rows: "a" if rows == 1 else "b", 4)[0]) == "1 token a"
 
 
 @pytest.mark.parametrize("faster", [False, True])

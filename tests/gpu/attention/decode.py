@@ -1,14 +1,16 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
-    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep variants generate] [--sizes 64x8192 1x32768]
-        [--kinds base value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64] [--seconds 60] [--out FOLDER]
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep variants generate]
+        [--sizes 64x8192 1x32768] [--seconds 60] [--out FOLDER]
+        [--kinds base value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64]
 
 Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
 and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
 bits of a CPU. bits: kernels within `attention_error_bound` of reference, masks, several tokens, parts. times: one layer,
 32 query heads over 8 key heads of 128 channels, --sizes (sequences x tokens), CUDA graphs over as many caches as the
-second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep, variants: tiles of Triton's kernel and of CUDA C++'s. generate:
-transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192 (base: its own cache). A line a check or time,
+second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep, variants: tiles of
+Triton's kernel and of that in CUDA C++. generate: transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context
+8192 (base: its own cache). A line a check or time,
 and rows in FOLDER/kv_cache.csv (else $OUT).
 """
 
@@ -305,10 +307,10 @@ def generate(
 #: Tokens of a warp's step and programs of a multiprocessor of the kernel in CUDA C++ that are tried.
 VARIANTS = {
     "value": [(16, 2), (16, 3), (16, 4), (32, 2)],
-    "int4": [(32, 2), (32, 3), (32, 4), (16, 4)],
-    "int4_tokens": [(32, 3), (32, 4), (32, 5), (16, 5), (64, 3)],
+    "int4": [(32, 2), (32, 3), (32, 4)],
+    "int4_tokens": [(32, 2), (32, 3), (32, 4)],
 }
-EIGHT_BITS = [(32, 2), (32, 3), (16, 3), (16, 4), (16, 5)]
+EIGHT_BITS = [(32, 2), (16, 3), (16, 4)]
 
 
 def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
@@ -326,14 +328,13 @@ def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) ->
                     sm90_decode.problem_of(q, keys, name, None), batch * KV_HEADS, length
                 )
                 sm90_decode._launch.cache_clear()
+                rules = (WIDTH**-0.5 * decode.LOG2E, name, splits * more)
                 us = graph_time([
-                    lambda k=k, v=v, n=count, q=q, name=name, splits=splits: sm90_decode.attention(
-                        q, k, v, n, None, WIDTH**-0.5 * decode.LOG2E, name, splits * more
-                    )
+                    lambda k=k, v=v, n=count, q=q, rules=rules: sm90_decode.attention(q, k, v, n, None, *rules)
                     for _, _, k, v, count in held
                 ])  # fmt: skip
-            say("variants", f"{kind} B{batch} {length} tile {variant[0]} resident {variant[1]} splits {splits * more}", us, "us",
-                TBps=round(size / us / 1e6, 3))  # fmt: skip
+            what = f"{kind} B{batch} {length} tile {variant[0]} resident {variant[1]} splits {splits * more}"
+            say("variants", what, us, "us", TBps=round(size / us / 1e6, 3))
         sm90_decode._launch.cache_clear()
         del held
         torch.cuda.empty_cache()

@@ -514,7 +514,7 @@ def wrong_configurations() -> Iterator[str]:
     for config in configurations:
         net = nn.Sequential(nn.Linear(512, 256, device=DEVICE, dtype=BF16))
         quantize_(net, config)
-        if "fused, up to 128 rows" not in str(explain(net)):
+        if "fused, up to 128 tokens" not in str(explain(net)):
             yield f"{config}: {explain(net)}"
 
 

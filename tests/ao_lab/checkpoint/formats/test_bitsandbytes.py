@@ -110,7 +110,7 @@ WRONG = {
     "no maxima": ({}, {"weight.absmax": None}, "lacks tensor layer.weight.absmax"),
     "no nested": ({}, {"weight.nested_absmax": None}, "lacks tensor layer.weight.nested_absmax"),
     "codebook": ({}, {"weight.quant_map": torch.zeros(16)}, "quant_map is another codebook"),
-    "codes as int64": ({}, {"weight": torch.zeros(128, 1, dtype=torch.int64)}, "stores codes in one of"),
+    "codes as int64": ({}, {"weight": torch.zeros(128, 1, dtype=torch.int64)}, "stores quantized values in one of"),
     "no JSON": ({}, {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}, "is no JSON"),
     "long": ({}, {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9999, dtype=torch.uint8)}, "at most 4096 bytes"),
 }  # fmt: skip

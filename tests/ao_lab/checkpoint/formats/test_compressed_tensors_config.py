@@ -180,7 +180,7 @@ def test_our_own_folders_without_our_records_are_those_of_any_author(tmp_path, c
 def test_methods_without_a_reader_and_without_their_metadata(folder):
     made.edit_config(folder, whole(quant_method="exl3"))
     with pytest.raises(
-        ValueError, match=r"quant_method exl3 has no reader, these have: .*compressed-tensors.*torchao"
+        ValueError, match=r"quant_method exl3 is not supported, these are: .*compressed-tensors.*torchao"
     ):
         load_pretrained(folder)
     made.edit_config(folder, whole(quant_method="torchao"))

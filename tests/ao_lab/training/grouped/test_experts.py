@@ -136,7 +136,7 @@ def test_parameters_without_a_product():
     """One that is summed over, and one that no function takes."""
     for second in (lambda m, h, e: h @ h.new_zeros(F, K), lambda m, h, e: (h[:, None] * m.w2[e]).sum(2)):
         net, _, x = converted(second)
-        refused(RuntimeError, r"called no product with its experts .*, of w2; leave it out", net, x=x)
+        refused(RuntimeError, r"called no matmul with its experts .*, of w2; exclude it", net, x=x)
 
 
 T, K, F, E = 24, 32, 64, 4
@@ -305,7 +305,7 @@ def test_a_forward_without_such_products_says_so():
     net = GroupedExperts("grouped_mm")
     ao_lab.convert_for_training_(net, "rowwise")
     net.function = "nothing"
-    refused(RuntimeError, "called no product with its experts", net, routed()[0], torch.tensor([24, 0, 0, 0]))
+    refused(RuntimeError, "called no matmul with its experts", net, routed()[0], torch.tensor([24, 0, 0, 0]))
 
     class Sums(nn.Module):
         def __init__(self):
@@ -315,7 +315,7 @@ def test_a_forward_without_such_products_says_so():
         def forward(self, x):
             return x + self.w.sum(0)
 
-    with pytest.raises(ValueError, match=r"forward of Sums multiplies by none of .*grouped_mm"):
+    with pytest.raises(ValueError, match=r"forward of Sums uses none of .*grouped_mm"):
         ao_lab.convert_for_training_(Sums(), "rowwise")
 
 

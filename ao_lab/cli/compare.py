@@ -1,0 +1,152 @@
+"""`ao-lab compare`: configurations of one model side by side, as one table and one picture."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ao_lab.cli.options import MODEL_FOLDER, AsJson, CorpusPath, OnDevice
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    check_writable,
+    console,
+    print_json,
+    print_table,
+    say,
+    track_progress,
+    when_stopped,
+)
+
+
+def command(
+    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]...",
+            help="What is compared: a configuration (ao-lab configs), 'NAME key=value ...', a scheme (ao-lab schemes), or a "
+            "folder with a quantized version of the model. Default: seven usual configurations.",
+        ),
+    ] = None,
+    configs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--configs",
+            "--config",
+            help="The same as an option: names with commas between, or several times.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="TEXT",
+            help="The text that is measured on: a file, or wikitext2 with --corpus-path. Default: Python source, of sympy.",
+        ),
+    ] = None,
+    corpus_path: CorpusPath = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="A text file (or wikitext2) that methods read the inputs of layers from."
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="How codes are found, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
+    ] = None,
+    calibration_windows: Annotated[int, typer.Option(help="Windows of the calibration text.")] = 128,
+    limit: Annotated[int, typer.Option(help="Windows of text that are measured.")] = 32,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a window. Default: 512, or the model's context if shorter.")
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens of generate() that are timed; 0 leaves speed and memory out.")
+    ] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="A folder for the results, the table and the picture; the same command goes on where one was stopped.",
+        ),
+    ] = None,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
+    kept = (
+        f"what was measured is in {out}; the same command goes on from there"
+        if out
+        else "nothing was kept (--out DIR does)"
+    )
+    with when_stopped(lambda: kept):
+        where = device.value if device else None
+        named = [name for given in configs or [] for name in split(given)]
+        run(model_dir, [*named, *(more or [])], out, where, as_json, text=text, corpus=corpus_path, calibration=calibration,
+            methods=tuple(method or ()), calibration_windows=calibration_windows, limit=limit, length=length,
+            new_tokens=new_tokens)  # fmt: skip
+
+
+def run(
+    model_dir: Path, names: list[str], out: Path | None, device: str | None, as_json: bool, **settings: Any
+) -> None:
+    """Compare, and show the table."""
+    from ao_lab.install.extras import check_extra
+    from ao_lab.measure.compare import PICTURE, TABLE, USUAL, compare
+
+    check_device(device)
+    if out is not None:
+        check_writable(out, "--out")
+        check_extra("plot")
+    try:
+        configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
+        with track_progress("compare", plain=as_json, transient=True) as work:
+            found = compare(
+                model_dir,
+                configs,
+                device=device,
+                out=out,
+                progress=lambda what, done, total: work.at(done, what, total),
+                **settings,
+            )
+    except (ValueError, TypeError) as error:
+        raise WrongInput(str(error).replace("--text", "--eval")) from error
+    if as_json:
+        print_json(found.to_dict())
+        return
+    show(found)
+    if out is not None:
+        say(f"{out / TABLE} and {out / PICTURE} hold the table and the picture")
+
+
+def split(given: str) -> list[str]:
+    """Names with commas between, outside of brackets and of options."""
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def configuration(text: str) -> Any:
+    """What a name with options stands for, or the name of a folder; WrongInput with the nearest names."""
+    from ao_lab.cli.quantize import config_of
+    from ao_lab.measure.compare import configuration as of_name
+
+    if (Path(text) / "config.json").is_file():
+        return Path(text)
+    try:
+        name, *settings = shlex.split(text)
+    except ValueError as error:
+        raise WrongInput(f"{text}: write NAME, or 'NAME key=value ...' ({error})") from error
+    return config_of(name, None, settings) if settings else of_name(name)
+
+
+def show(found: Any) -> None:
+    """The table, and what it holds for."""
+    from ao_lab.measure.comparison import COLUMNS
+
+    print_table(f"{found.model} on {found.conditions['text']}", COLUMNS, found.cells(), COLUMNS[1:])
+    for note in found.notes:
+        console().print(note, markup=False)

@@ -1,0 +1,457 @@
+"""`compare`: configurations of one model side by side: loss, size, speed, memory, and distance from the unquantized model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.methods import ordered
+from ao_lab.checkpoint.io.files import write_text
+from ao_lab.checkpoint.size import model_size
+from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
+from ao_lab.config.recipe import named
+from ao_lab.eval import NAMED, Text, Windows, measured, results_of
+from ao_lab.install.extras import WrongInput
+from ao_lab.install.versions import __version__
+from ao_lab.measure.comparison import OK, Compared, Comparison
+from ao_lab.measure.evaluate import conditions_of, in_memory, name_of, source_of
+from ao_lab.measure.folders import (
+    check_folder,
+    check_language_model,
+    check_vocabulary,
+    device_of,
+    loaded,
+    windows_for,
+)
+from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import Peak
+from ao_lab.quantization.api import quantize_
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.layers import is_linear
+from reference import SCHEMES, Scheme
+from reference.arrays.namespace import lookup
+
+#: Called with what is under way, and how many configurations are done of how many.
+Progress = Callable[[str, int, int], None]
+Given = str | Path | Scheme | Config | FqnToConfig
+#: Configurations that are compared where none is named.
+USUAL = (
+    "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8DynamicActivationFloat8WeightConfig",
+    "MXWeightOnlyConfig", "NVFP4WeightOnlyConfig", "NF4WeightOnlyConfig", "Int4WeightOnlyConfig",
+)  # fmt: skip
+#: The name of the unquantized model among rows.
+BASE = "unquantized"
+#: Files of a comparison's folder.
+FILE, TABLE, PICTURE, DARK = "comparison.json", "comparison.md", "comparison.svg", "comparison-dark.svg"
+#: Bytes of the unquantized model's logits that are kept; beyond, it predicts again for each configuration.
+KEPT = 1 << 30
+#: Tokens of the prompt, and calls of generate() that are timed.
+PROMPT, ROUNDS = 16, 3
+#: Windows of a batch of calibration.
+BATCH = 8
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Says nothing."""
+
+
+def compare(
+    model: str | Path | nn.Module,
+    configs: Sequence[Given] | Mapping[str, Given] = USUAL,
+    *,
+    text: str | Path | Text | None = None,
+    corpus: str | Path | None = None,
+    calibration: str | Path | Text | None = None,
+    methods: Iterable[Any] = (),
+    calibration_windows: int = 128,
+    tokenizer: Any = None,
+    limit: int = 32,
+    length: int | None = None,
+    new_tokens: int = 32,
+    device: str | None = None,
+    out: str | Path | None = None,
+    progress: Progress = _silent,
+) -> Comparison:
+    """Quantize copies of a causal language model by each configuration, and measure them beside the model itself.
+
+    model: a dense folder of transformers, or a model in memory with `tokenizer` (as for `evaluate`); it stays as it is.
+    configs: names of configurations ("Int4WeightOnlyConfig") or of schemes ("mxfp4"), configurations, or folders that hold a
+    version of the model already quantized; a mapping gives rows names of your own. text, corpus, limit, length, device: as
+    for `evaluate`. calibration, methods: as for `quantize_(methods=...)`, with `calibration_windows` windows of a text;
+    static scales of inputs are found from it too. new_tokens: of generate(), for speed and memory; 0 leaves them out. out: a
+    folder for comparison.json, after each configuration, so that the same call goes on where one was stopped; and for the
+    table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of how many.
+
+    A configuration that cannot be applied has the reason as its status, and the others go on. Holds the model and one
+    quantized copy of it at a time.
+
+    ValueError for what is not there or does not fit, unknown configurations with the nearest names, and a folder `out` with a
+    comparison under other conditions; nothing has been computed then.
+    """
+    name, wanted = name_of(model), configurations(configs)
+    asked = ordered(tuple(methods))
+    check_calibration(asked, calibration, wanted)
+    if new_tokens < 0 or calibration_windows < 1:
+        raise WrongInput(
+            f"new_tokens is 0 or more and calibration_windows at least 1, got {new_tokens} and {calibration_windows}"
+        )
+    check_model_folder(model)
+    where, (source, data) = device_of(device), texts_of(text, calibration, corpus)
+    windows, reading = windows_for(model, tokenizer, source, limit, length)
+    batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
+    conditions = {
+        **conditions_of(source, windows, reading),
+        "device": describe(where),
+        "new_tokens": new_tokens,
+        "methods": [repr(one) for one in asked],
+        "calibration": None if data is None else f"{data.name}, {calibration_windows} windows",
+        "notes": notes_of(source, data),
+        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+    }
+    store = Store.of(name, conditions, wanted, None if out is None else Path(out))
+    work = Work(model, where, windows, asked, batches, new_tokens)
+    return work.run(wanted, store, progress)
+
+
+def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, Any]:
+    """What is measured, by the names of the rows; ValueError for unknown names, with the nearest, and for two of a name."""
+    if isinstance(configs, (str, Path, Config, FqnToConfig)):
+        configs = [configs]
+    pairs = (
+        list(configs.items()) if isinstance(configs, Mapping) else [(label_of(one), one) for one in configs]
+    )
+    names = [name for name, _ in pairs]
+    if not pairs:
+        raise WrongInput("compare takes one configuration or more, such as 'Int4WeightOnlyConfig'")
+    if twice := [name for name in names if names.count(name) > 1 or name == BASE]:
+        raise WrongInput(f"{twice[0]!r} names two rows; give each configuration once, or names of your own")
+    return {name: configuration(one) for name, one in pairs}
+
+
+def configuration(one: Given) -> Any:
+    """The configuration of a name; a folder as a path."""
+    if isinstance(one, (Config, FqnToConfig)):
+        return one
+    if isinstance(one, Scheme):
+        return SchemeConfig(scheme=one)
+    if isinstance(one, Path) or (Path(one) / "config.json").is_file():
+        check_folder(Path(one))
+        return Path(one)
+    if one in CONFIGS:
+        return CONFIGS[one]()
+    try:
+        return SchemeConfig(scheme=named(one))
+    except ValueError:
+        both: dict[str, Any] = {**CONFIGS, **SCHEMES}
+        return lookup(one, both, "configuration or scheme")
+
+
+def label_of(one: Given) -> str:
+    """The name of a row: what was given, or a configuration's class with what differs from its defaults."""
+    if isinstance(one, (str, Path)):
+        return Path(one).name if (Path(one) / "config.json").is_file() else str(one)
+    if isinstance(one, Scheme):
+        return one.name
+    if isinstance(one, FqnToConfig):
+        return f"FqnToConfig of {len(one.fqn_to_config)} patterns"
+    given = [
+        f"{f.name}={getattr(one, f.name)}"
+        for f in fields(one)
+        if f.init and getattr(one, f.name) != default_of(f)
+    ]
+    return " ".join([type(one).__name__, *given])
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The default of a field of a dataclass."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def texts_of(
+    text: str | Path | Text | None, calibration: str | Path | Text | None, corpus: str | Path | None
+) -> tuple[Text, Text | None]:
+    """The text that is measured on, and that of calibration; a corpus is the folder of those that have a name."""
+    has_name = [str(one) in NAMED for one in (text, calibration)]
+    source = source_of(text, corpus if has_name[0] or not has_name[1] else None)
+    return source, None if calibration is None else source_of(calibration, corpus if has_name[1] else None)
+
+
+def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mapping[str, Any]) -> None:
+    """WrongInput for methods without the text that they read, and for a text that nothing reads."""
+    reading = [one.name for one in methods if one.calibrates]
+    static = [name for name, config in wanted.items() if observes(config)]
+    if (reading or static) and calibration is None:
+        what = f"--method {reading[0]}" if reading else static[0]
+        raise WrongInput(f"{what} reads the inputs of layers; give --calibration TEXT, a file of text")
+    if calibration is not None and not reading and not static:
+        raise WrongInput(
+            "--calibration is for methods that read it; give --method, clip and gptq, for instance"
+        )
+
+
+def observes(config: object) -> bool:
+    """Whether a configuration finds static scales of inputs from data."""
+    return isinstance(config, Config) and config.observer() is not None
+
+
+def check_model_folder(model: str | Path | nn.Module) -> None:
+    """WrongInput for no folder of a model, and for one that is quantized already."""
+    from ao_lab.checkpoint.streaming import is_quantized
+
+    if isinstance(model, nn.Module):
+        if any(isinstance(one, QuantizedTensor) for one in model.parameters()):
+            raise WrongInput("the model is quantized already; give the dense one that it was made of")
+        return
+    check_folder(Path(model))
+    if is_quantized(Path(model)):
+        raise WrongInput(
+            f"{model} is quantized already; give the dense model that it was made of, and this folder among the configurations"
+        )
+
+
+def notes_of(source: Text, data: Text | None) -> list[str]:
+    """What has to be said of the texts."""
+    same = data is not None and data.name == source.name
+    told = (
+        ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
+    )
+    return [*told, f"Comparable with {source.compares}."]
+
+
+def describe(device: str) -> str:
+    """A device by its name."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+
+
+def _batches(model: Any, tokenizer: Any, data: Text, count: int, length: int | None) -> list[torch.Tensor]:
+    windows, _ = windows_for(model, tokenizer, data, count, length)
+    return list(torch.split(windows.ids, BATCH))
+
+
+@dataclass
+class Store:
+    """Rows that are measured, in a folder where one was given: a stopped call goes on from there."""
+
+    model: str
+    conditions: dict[str, Any]
+    made_by: dict[str, str]
+    folder: Path | None
+    rows: dict[str, Compared] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model: str, conditions: dict[str, Any], wanted: Mapping[str, Any], folder: Path | None
+    ) -> Store:
+        """The store; ValueError for a folder with a comparison of another model or under other conditions."""
+        made_by = {BASE: "", **{name: repr(one) for name, one in wanted.items()}}
+        store = cls(model, json.loads(json.dumps(conditions)), made_by, folder)
+        if folder is None:
+            return store
+        if folder.exists() and not folder.is_dir():
+            raise WrongInput(f"--out {folder} is a file; choose a folder")
+        if not (folder / FILE).is_file():
+            return store
+        try:
+            kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            found = Comparison.from_dict(kept)
+            before = dict(kept["made_by"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WrongInput(f"{folder / FILE} is no comparison: {error}; choose another folder") from error
+        other = [key for key, value in store.conditions.items() if found.conditions.get(key) != value]
+        if found.model != model or other:
+            raise WrongInput(
+                f"--out {folder} holds a comparison of other conditions ({', '.join(other) or 'the model'} differ); choose "
+                f"another folder, or remove {folder / FILE}"
+            )
+        # Rows of names that are not asked for now stay in the file.
+        same = (
+            row for row in found.rows if made_by.get(row.name, before.get(row.name)) == before.get(row.name)
+        )
+        store.rows = {row.name: row for row in same if row.status == OK}
+        store.made_by = {**before, **made_by}
+        return store
+
+    def add(self, row: Compared) -> None:
+        """Keep a row."""
+        self.rows[row.name] = row
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by}
+            write_text(self.folder / FILE, json.dumps(_strict(told), indent=2, allow_nan=False) + "\n")
+
+    def comparison(self, names: Iterable[str]) -> Comparison:
+        """The rows of these names, as far as there are any."""
+        rows = tuple(self.rows[name] for name in names if name in self.rows)
+        return Comparison(self.model, rows, self.conditions)
+
+
+def _strict(value: Any) -> Any:
+    """Plain values without NaN and infinities, which JSON lacks: None."""
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not torch.isfinite(torch.tensor(value)) else value
+
+
+class Remembered(nn.Module):
+    """A model that keeps its logits by input while they fit; each configuration is compared with the same ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.kept, self.bytes = model, dict[bytes, torch.Tensor](), 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (batch, tokens, vocabulary)."""
+        key = ids.cpu().numpy().tobytes()
+        if key in self.kept:
+            return self.kept[key]
+        logits: torch.Tensor = self.model(ids).logits
+        if self.bytes + logits.nbytes <= KEPT:
+            self.kept[key] = logits
+            self.bytes += logits.nbytes
+        return logits
+
+
+#: What a configuration, a kernel, a device or a model may refuse; anything else is a fault of ours, and keeps its traceback.
+REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
+
+
+@dataclass
+class Work:
+    """The model, what is measured of it, and how."""
+
+    model: str | Path | nn.Module
+    device: str
+    windows: Windows
+    methods: Sequence[Any]
+    batches: Sequence[torch.Tensor] | None
+    new_tokens: int
+
+    def run(self, wanted: Mapping[str, Any], store: Store, progress: Progress) -> Comparison:
+        """Measure what the store lacks, and write what it holds."""
+        todo = {name: one for name, one in wanted.items() if name not in store.rows}
+        total = len(wanted) + 1
+        if todo or BASE not in store.rows:
+            progress(BASE, len(store.rows), total)
+            base = self.base()
+            if BASE not in store.rows:
+                store.add(self.measure(BASE, base.model, base, model_size(base.model).bytes))
+            for name, one in todo.items():
+                progress(name, len(store.rows), total)
+                store.add(self.row(name, one, base))
+        progress("", total, total)
+        found = store.comparison([BASE, *wanted])
+        if store.folder is not None:
+            publish(found, store.folder)
+        return found
+
+    def base(self) -> Remembered:
+        """The unquantized model."""
+        model = in_memory(self.model, self.device)
+        check_vocabulary(model, self.windows.ids, name_of(self.model))
+        check_language_model(model, name_of(self.model))
+        return Remembered(model.eval())
+
+    def row(self, name: str, config: Any, base: Remembered) -> Compared:
+        """One configuration; its status where it cannot be applied or run."""
+        try:
+            started = time.perf_counter()
+            model = self.quantized(config, base.model)
+            seconds = time.perf_counter() - started
+            size = model_size(*((model,) if isinstance(config, Path) else (base.model, config))).bytes
+            return self.measure(name, model, base, size, seconds)
+        except REFUSALS as error:
+            return Compared(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            gc.collect()
+            if self.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+
+    def quantized(self, config: Any, base: nn.Module) -> nn.Module:
+        """A quantized copy, or the model of a folder."""
+        if isinstance(config, Path):
+            return loaded(config, self.device)
+        model = copy.deepcopy(base)
+        reads = observes(config) or any(one.calibrates for one in self.methods)
+        device = next(base.parameters()).device
+        given = [{"input_ids": ids.to(device)} for ids in self.batches or ()] if reads else None
+        quantize_(model, config, calibration=given, methods=tuple(self.methods))
+        return model
+
+    @torch.no_grad()
+    def measure(
+        self, name: str, model: nn.Module, base: Remembered, size: int, seconds: float | None = None
+    ) -> Compared:
+        """All numbers of a model."""
+        itself = model is base.model
+        sums = measured(base if itself else model, self.windows, None if itself else base)
+        tasks = ("perplexity",) if itself else ("perplexity", "agreement")
+        found = results_of(sums, self.windows, tasks, words=False)
+        values: dict[str, Any] = {
+            "loss": found["perplexity"]["loss"],
+            "loss_stderr": found["perplexity"]["loss_stderr"],
+        }
+        if not itself:
+            far = found["agreement"]
+            values |= {
+                "difference": far["loss_difference"],
+                "difference_stderr": far["loss_difference_stderr"],
+            }
+            values |= {name: far[name] for name in ("kl", "kl_stderr", "agreement")}
+        size = model_size(model).bytes
+        values |= {
+            "bytes": size,
+            "bits": 8 * size / parameters(base.model),
+            "seconds": None if itself else seconds,
+        }
+        layers = [module.weight for module in model.modules() if is_linear(module)]
+        values |= {
+            "layers": sum(isinstance(one, QuantizedTensor) for one in layers),
+            "of_layers": len(layers),
+        }
+        return Compared(name, **values, **(self.speed(model, base.model, size) if self.new_tokens else {}))
+
+    def speed(self, model: nn.Module, base: nn.Module, size: int) -> dict[str, Any]:
+        """Tokens a second of generate(), beside the unquantized model's in turn, and peak memory."""
+        device = next(model.parameters()).device
+        prompt, peak = self.windows.ids[:1, :PROMPT].to(device), Peak(device)
+        both = [model] if model is base else [base, model]
+        for one in both:
+            by_transformers(one, prompt, min(self.new_tokens, 4))
+        peak.begin()
+        by_transformers(model, prompt, self.new_tokens)
+        over = peak.over()
+        times = [[by_transformers(one, prompt, self.new_tokens)[0] for one in both] for _ in range(ROUNDS)]
+        return {
+            "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
+            "speed": median(one[0] / one[-1] for one in times),
+            "peak_bytes": None if over is None else size + over,
+        }
+
+
+def parameters(model: nn.Module) -> int:
+    """How many numbers a dense model's parameters are, shared ones once."""
+    return sum(one.numel() for one in model.parameters())
+
+
+def publish(found: Comparison, folder: Path) -> None:
+    """The table, and the picture for light and dark pages."""
+    from ao_lab.plot.style import save
+
+    write_text(folder / TABLE, found.to_markdown())
+    for name, theme in ((PICTURE, "light"), (DARK, "dark")):
+        save(found.plot(theme=theme), folder / name, f"Loss against size of configurations of {found.model}.")
+
+
+__all__ = ["compare"]

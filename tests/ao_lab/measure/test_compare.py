@@ -1,0 +1,215 @@
+"""`compare`: rows hold what `evaluate` measures, sizes and speeds; what was measured is kept; wrong input is refused first."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
+from ao_lab.cli.app import main
+from ao_lab.measure.compare import Remembered
+from ao_lab.measure.comparison import Comparison
+from tests.support.models.small_llama import WORDS, save_llama
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A dense model, a version of it in our layout, and a text."""
+    root = tmp_path_factory.mktemp("model")
+    model = save_llama(root / "base")
+    quantize_(model, SchemeConfig(scheme="nf4"))
+    save_pretrained(model, root / "made")
+    (root / "text.txt").write_text(" ".join([WORDS] * 30))
+    (root / "other.txt").write_text(" ".join([WORDS[::-1]] * 30))
+    return root
+
+
+def given(folder, **more):
+    return {"text": folder / "text.txt", "limit": 3, "length": 24, "new_tokens": 0, "device": "cpu", **more}
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """A comparison with everything."""
+    configs = {"int8": "Int8WeightOnlyConfig", "nf4": "nf4", "made": folder / "made", "never": "int4_g512"}
+    out = folder / "out"
+    return compare(folder / "base", configs, out=out, **given(folder, new_tokens=3)), configs, out
+
+
+def test_rows_are_what_evaluate_measures(folder, found):
+    comparison, *_ = found
+    rows = {row.name: row for row in comparison.rows}
+    assert list(rows) == ["unquantized", "int8", "nf4", "made", "never"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    quantize_(model, SchemeConfig(scheme="nf4"))
+    alone = evaluate(
+        model,
+        tokenizer=folder / "base",
+        against=folder / "base",
+        text=folder / "text.txt",
+        limit=3,
+        length=24,
+    )
+    for row in (rows["nf4"], rows["made"]):
+        assert row.loss == alone.tasks["perplexity"]["loss"]
+        assert (row.kl, row.difference) == (
+            alone.tasks["agreement"]["kl"],
+            alone.tasks["agreement"]["loss_difference"],
+        )
+        assert row.bytes == model_size(model).bytes
+    low, high = rows["nf4"].interval
+    assert low < rows["nf4"].perplexity < high
+    assert rows["unquantized"].bits == pytest.approx(16, rel=1e-3)  # buffers count
+    assert (rows["nf4"].layers, rows["nf4"].of_layers, rows["unquantized"].layers) == (8, 8, 0)
+
+
+def test_speed_and_memory_are_measured(found):
+    for row in found[0].rows[:4]:
+        assert row.tokens_per_second > 0
+        assert row.peak_bytes >= row.bytes
+    assert found[0].rows[0].speed == 1
+
+
+def test_what_cannot_be_applied_says_why(found):
+    row = found[0].rows[-1]
+    assert row.status.startswith("ValueError: ")
+    assert row.loss is None
+    assert any(note.startswith("never failed: ValueError") for note in found[0].notes)
+    assert found[0].cells()[-1][:2] == ["never", "failed"]
+
+
+def test_a_stopped_comparison_goes_on(folder, found, monkeypatch):
+    """Rows that are there are not measured again; those that failed are tried again; others join them."""
+    comparison, configs, out = found
+    measured = []
+    real = ao_lab.measure.compare.Work.row
+    monkeypatch.setattr(
+        "ao_lab.measure.compare.Work.row",
+        lambda self, name, *more: measured.append(name) or real(self, name, *more),
+    )
+    again = compare(
+        folder / "base", {"nf4": configs["nf4"], "mx": "mxfp4"}, out=out, **given(folder, new_tokens=3)
+    )
+    assert measured == ["mx"]
+    assert again.rows[1] == comparison.rows[2]
+    kept = [row["name"] for row in json.loads((out / "comparison.json").read_text())["rows"]]
+    assert kept == ["unquantized", "int8", "nf4", "made", "mx"]
+    with pytest.raises(ValueError, match=r"other conditions \(.*length.* differ\)"):
+        compare(folder / "base", ["nf4"], out=out, **given(folder, new_tokens=3, length=20))
+
+
+def test_files_hold_the_table_and_the_picture(found):
+    comparison, _, out = found
+    assert "| unquantized | 0/8 |" in (out / "comparison.md").read_text()
+    assert ">nf4<" in (out / "comparison.svg").read_text()
+    assert (out / "comparison-dark.svg").read_text() != (out / "comparison.svg").read_text()
+    assert Comparison.from_dict(json.loads(json.dumps(comparison.to_dict()))) == Comparison(
+        comparison.model, comparison.rows, comparison.conditions
+    )
+    assert list(comparison.to_frame()["name"]) == [row.name for row in comparison.rows]
+    assert "unquantized" in str(comparison)
+    assert isinstance(comparison.plot(), type(plot.values("int4")))
+
+
+def test_methods_and_models_in_memory(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    more = given(folder, calibration=folder / "other.txt", methods=["gptq"], calibration_windows=2)
+    gptq = compare(model, ["int4_g32"], tokenizer=folder / "base", **more).rows[1]
+    plain = compare(model, ["int4_g32"], tokenizer=folder / "base", **given(folder)).rows[1]
+    assert (gptq.status, gptq.bytes) == ("ok", plain.bytes)
+    assert gptq.kl != plain.kl
+    assert not any(isinstance(one, ao_lab.QuantizedTensor) for one in model.parameters())
+
+
+def test_the_same_text_is_told(folder):
+    more = given(folder, calibration=folder / "text.txt", methods=["gptq"], calibration_windows=2)
+    assert any(
+        "Calibrated on the text that is measured" in note
+        for note in compare(folder / "base", ["nf4"], **more).notes
+    )
+
+
+def test_logits_are_kept_while_they_fit(monkeypatch):
+    class Model(nn.Module):
+        calls = 0
+
+        def forward(self, ids):
+            self.calls += 1
+            return type("Out", (), {"logits": torch.zeros(1, ids.shape[1], 8)})()
+
+    model = Model()
+    base = Remembered(model)
+    one, other = torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)
+    monkeypatch.setattr("ao_lab.measure.compare.KEPT", 4 * 8 * 4)
+    for ids in (one, one, other, other):
+        base(ids)
+    assert model.calls == 3
+
+
+@pytest.mark.parametrize(
+    ("configs", "wrong", "said"),
+    [
+        (
+            ["Int4WeightOnly"],
+            {},
+            "unknown configuration or scheme 'Int4WeightOnly'; the nearest are Int4WeightOnlyConfig",
+        ),
+        ([], {}, "one configuration or more"),
+        (["nf4", "nf4"], {}, "'nf4' names two rows"),
+        (["nf4"], {"length": 65}, "takes at most 64 tokens"),
+        (["nf4"], {"text": "nowhere"}, "is no file"),
+        (["nf4"], {"methods": ["gptq"]}, "gptq reads the inputs of layers"),
+        (["nf4"], {"methods": ["gptk"]}, "unknown method 'gptk'"),
+        (["nf4"], {"new_tokens": -1}, "new_tokens is 0 or more"),
+        (["Int8StaticActivationInt8WeightConfig"], {}, "reads the inputs of layers"),
+    ],
+)
+def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
+    monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
+    with pytest.raises(ValueError, match=said):
+        compare(folder / "base", configs, **given(folder, **wrong))
+
+
+def test_models_that_cannot_be_compared(folder):
+    with pytest.raises(ValueError, match="is quantized already; give the dense model"):
+        compare(folder / "made", ["nf4"], **given(folder))
+    with pytest.raises(ValueError, match="names on the Hub are not fetched"):
+        compare("some/model", ["nf4"], **given(folder))
+
+
+def test_labels_say_what_differs():
+    from ao_lab.measure.compare import label_of
+
+    assert label_of(ao_lab.Int4WeightOnlyConfig(group_size=32)) == "Int4WeightOnlyConfig group_size=32"
+    assert label_of(ao_lab.NF4WeightOnlyConfig()) == "NF4WeightOnlyConfig"
+
+
+def test_from_the_command_line(folder, capsys):
+    arguments = [
+        "compare",
+        str(folder / "base"),
+        "--configs",
+        "nf4,int8_rowwise",
+        "Int4WeightOnlyConfig group_size=32",
+    ]
+    text = ["--eval", str(folder / "text.txt"), "--limit", "2", "--length", "16", "--new-tokens", "0"]
+    assert main([*arguments, *text, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = ["unquantized", "nf4", "int8_rowwise", "Int4WeightOnlyConfig group_size=32"]
+    assert [row["name"] for row in told["rows"]] == names
+    for wrong, said in (
+        (["mxfp5"], "the nearest are mxfp4"),
+        (["Int4WeightOnlyConfig grup=1"], "has no option grup"),
+        (["nf4", "--eval", "nowhere"], "--eval nowhere is no file"),
+        (["nf4", "--out", str(folder / "text.txt")], "is a file, and a folder is needed"),
+    ):
+        assert main(["compare", str(folder / "base"), *text[2:], *wrong]) == 2
+        assert said in capsys.readouterr().err
