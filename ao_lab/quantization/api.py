@@ -355,7 +355,7 @@ def _prepare(plan: QuantizationPlan, quantizing: dict[int, Change]) -> None:
         if key not in quantizing:
             prepare(change)
             plan.reasons.update(
-                dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it")
+                dict.fromkeys(change.layers, "inputs are observed; step='convert' quantizes it")
             )
 
 

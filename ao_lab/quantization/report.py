@@ -232,7 +232,7 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     computed = (
         unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
     )
-    reason = reasons.get(full, computed or "never given to quantize_")
+    reason = reasons.get(full, computed or "quantize_ was not called for it")
     if isinstance(module, ConvertedModule):
         reason = module.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)

@@ -34,7 +34,7 @@ from ao_lab.transforms.layers import (
 
 Filter = Callable[[nn.Module, str], bool]
 REFUSED = "refused by filter_fn"
-ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+ROUTES = "it routes tokens to experts and is left unquantized; your own filter_fn can select it"
 
 #: Of a layer whose weight is also an embedding's.
 TIED = (
@@ -91,7 +91,7 @@ def selection(
     """
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
-            f"filter_fn is a function of a module and its name that says whether it is meant, got {filter_fn!r:.60}; "
+            f"filter_fn is a function of a module and its name that selects modules, got {filter_fn!r:.60}; "
             f"FqnToConfig takes names and patterns"
         )
     stays = {name: TIED.format(table) for name, table in (tied or {}).items()}
@@ -200,7 +200,7 @@ def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "bef
     if encoder is not None:
         raise ValueError(
             f"in eval mode torch's fast path of {encoder} computes with dense weights and calls no layer; "
-            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
+            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or exclude its layers with filter_fn"
         )
 
 
