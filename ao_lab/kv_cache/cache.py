@@ -235,7 +235,7 @@ def _check_attention(model: Any) -> None:
         if hasattr(module, "expand_kv"):
             raise ValueError(
                 f"{name} of {type(model).__name__} stores latent states and multiplies them after the cache, which a "
-                "cache in low precision does not give back; use transformers' own cache"
+                "low-precision cache does not support; use transformers' own cache"
             )
 
 

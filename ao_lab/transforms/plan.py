@@ -38,12 +38,11 @@ ROUTES = "it routes tokens to experts and is left unquantized; your own filter_f
 
 #: Of a layer whose weight is also an embedding's.
 TIED = (
-    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; a filter_fn of your "
-    "own that accepts it, or its name in FqnToConfig, quantizes it"
+    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; your own filter_fn can "
+    "select it, or its name in FqnToConfig"
 )
 NO_EXPERTS = (
-    "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
-    "of matrices"
+    "not recognized as experts; your own filter_fn can select a batch of matrices, with axis=-1 or axis=-2"
 )
 
 
