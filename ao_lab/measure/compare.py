@@ -134,7 +134,7 @@ def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, 
     if not pairs:
         raise WrongInput("compare takes one configuration or more, such as 'Int4WeightOnlyConfig'")
     if twice := [name for name in names if names.count(name) > 1 or name == BASE]:
-        raise WrongInput(f"{twice[0]!r} names two rows; give each configuration once, or names of your own")
+        raise WrongInput(f"{twice[0]!r} is given twice; give each configuration once, or use your own names")
     return {name: configuration(one) for name, one in pairs}
 
 
@@ -192,11 +192,9 @@ def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mappi
     static = [name for name, config in wanted.items() if observes(config)]
     if (reading or static) and calibration is None:
         what = f"--method {reading[0]}" if reading else static[0]
-        raise WrongInput(f"{what} reads the inputs of layers; give --calibration TEXT, a file of text")
+        raise WrongInput(f"{what} needs calibration data; give --calibration TEXT, a text file")
     if calibration is not None and not reading and not static:
-        raise WrongInput(
-            "--calibration is for methods that read it; give --method, clip and gptq, for instance"
-        )
+        raise WrongInput("--calibration is used by methods only; give --method too, such as clip or gptq")
 
 
 def observes(config: object) -> bool:
@@ -210,12 +208,12 @@ def check_model_folder(model: str | Path | nn.Module) -> None:
 
     if isinstance(model, nn.Module):
         if any(isinstance(one, QuantizedTensor) for one in model.parameters()):
-            raise WrongInput("the model is quantized already; give the dense one that it was made of")
+            raise WrongInput("the model is quantized already; give its unquantized base model")
         return
     check_folder(Path(model))
     if is_quantized(Path(model)):
         raise WrongInput(
-            f"{model} is quantized already; give the dense model that it was made of, and this folder among the configurations"
+            f"{model} is quantized already; give its unquantized base model, and this folder among the configurations"
         )
 
 

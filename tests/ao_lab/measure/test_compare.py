@@ -163,13 +163,13 @@ def test_logits_are_kept_while_they_fit(monkeypatch):
             "unknown configuration or scheme 'Int4WeightOnly'; the nearest are Int4WeightOnlyConfig",
         ),
         ([], {}, "one configuration or more"),
-        (["nf4", "nf4"], {}, "'nf4' names two rows"),
+        (["nf4", "nf4"], {}, "'nf4' is given twice"),
         (["nf4"], {"length": 65}, "takes at most 64 tokens"),
         (["nf4"], {"text": "nowhere"}, "is no file"),
-        (["nf4"], {"methods": ["gptq"]}, "gptq reads the inputs of layers"),
+        (["nf4"], {"methods": ["gptq"]}, "gptq needs calibration data"),
         (["nf4"], {"methods": ["gptk"]}, "unknown method 'gptk'"),
         (["nf4"], {"new_tokens": -1}, "new_tokens is 0 or more"),
-        (["Int8StaticActivationInt8WeightConfig"], {}, "reads the inputs of layers"),
+        (["Int8StaticActivationInt8WeightConfig"], {}, "needs calibration data"),
     ],
 )
 def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
