@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 TITLE = "Speed of the kernels on a GPU"
-QUESTION = "How near does each kernel come to the rate at which the GPU copies?"
+QUESTION = "How much of the GPU's memory bandwidth does each kernel use?"
 ABOUT = (
     "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
     "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
@@ -54,11 +54,12 @@ BASELINE_TEXT = (
     + "."
 )
 CAPTION = (
-    "Fraction of the copy rate per kernel, with its target and its fastest baseline, and the rates reached under the ceiling "
-    "of copies of the same run. Red: below a target."
+    "Memory-bandwidth utilisation per kernel, with its target and its fastest baseline, and the rates reached under the "
+    "ceiling of copies of the same run. Red: below a target."
 )
 OPERATIONS = (
-    "Fraction of the copy rate of every kernel on large tensors, by operation. Red: below its target."
+    "Memory-bandwidth utilisation (rate over that of a copy) of every kernel on large tensors, by operation. Red: below its "
+    "target."
 )
 
 
@@ -81,7 +82,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if not values:
         return []
     text = (
-        f"Kernels on tensors of {' and '.join(LARGE)} run at {median(values):.2f} of the memory bandwidth of a copy (median of "
+        f"Kernels on tensors of {' and '.join(LARGE)} reach {median(values):.2f} of the memory bandwidth of a copy (median of "
         f"{len(values)}), {sum(value >= HIGH for value in values)} of them at {HIGH:g} or above"
     )
     return [Headline(text, [row for row in rows_of(runs[-1]) if row.metric == "fraction"])]
@@ -110,7 +111,7 @@ def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
     found = fractions(lines)
     words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
-    return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
+    return f"Memory-bandwidth utilisation, median and range: {', '.join(words)}." if words else ""
 
 
 def linear_sentence(lines: Sequence[CaseResult]) -> str:
@@ -185,7 +186,7 @@ def floor_table(lines: Sequence[CaseResult]) -> Table:
         "TB/s",
         "copy TB/s",
     ]
-    columns += ["fraction", "eager", "over unfused", "target met"]
+    columns += ["bandwidth utilisation", "eager", "over unfused", "target met"]
     metrics = (("time", 1), ("time, 20%", 1), ("time, 80%", 1), ("time, eager", 1), ("repeat", 3))
     table_lines = []
     for line in lines:
@@ -239,7 +240,7 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
         "host time it adds (us)",
         "moved (MB)",
         "TB/s",
-        "fraction",
+        "bandwidth utilisation",
     ]
     columns += ["times as fast as dense bfloat16", "as dequantizing first"]
     table_lines = []

@@ -164,7 +164,7 @@ COLUMNS = (
     "80%",
     "tokens/s",
     "time over bfloat16 training (%)",
-    "rounding at the copy rate (ms)",
+    "bytes to round (GB)",
     "peak (GB)",
     "over bfloat16 training (%)",
     "saved for backward (MB)",
