@@ -197,7 +197,7 @@ def curve_drawing(where: Where, lines: Results) -> Drawing:
         for method in methods
         if method != base
     }
-    figure = curves(series, "part of the steps", "training loss over bfloat16's (%)", base=0.0)
+    figure = curves(series, "steps (%)", "training loss over bfloat16's (%)", base=0.0, percent=True)
     return Drawing(
         f"fp8-curves-{where.ending}", "Training loss over that of bfloat16, mean over seeds.", figure
     )
@@ -274,7 +274,7 @@ def faults_section(where: Where, results: Results) -> Section:
     names = [name for name in map(convergence.fault_name_of, convergence.CASES) if name in found]
     parts = [metric for metric in results.metrics if " part " in metric]
     series = {name: [results.value(setting, name, part) for part in parts] for name in names}
-    figure = curves(series, "part of the steps", "training loss (bits per byte)")
+    figure = curves(series, "steps (%)", "training loss (bits per byte)", percent=True)
     text = [*([EMULATED] if where.device == "cpu" else []), FAULTY, f"Layer {convergence.LAYER}, {setting}."]
     drawing = Drawing(f"fp8-faults-{where.ending}", "Training loss with injected errors.", figure)
     return Section(

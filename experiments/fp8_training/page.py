@@ -288,7 +288,7 @@ def linear_section(where: Where, results: Results) -> Section:
     targets = of_linear(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *LAYER]
     tables = [*target_table(targets, results.rows), table("Forward and backward", results, LINEAR)]
-    return Section(f"Linear layer {where.data} ({where})", text, (), tables)
+    return Section(f"Linear layer ({where})", text, (), tables)
 
 
 def blocks_section(where: Where, results: Results) -> Section:
@@ -300,7 +300,7 @@ def blocks_section(where: Where, results: Results) -> Section:
         published = {LLAMA_3_8B_TWO_LAYERS.name: "Llama-3-8B", LLAMA_3_2_3B_FOUR_LAYERS.name: "Llama-3.2-3B"}
         tables += [model_table(published[where.data])] if where.data in published else []
         tables += [model_table("not stated")] if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
-    return Section(f"Decoder layers: {where.data} ({where})", text, (), tables)
+    return Section(f"Decoder layers ({where})", text, (), tables)
 
 
 def fsdp_section(where: Where, results: Results) -> Section:
@@ -308,7 +308,7 @@ def fsdp_section(where: Where, results: Results) -> Section:
     targets = of_fsdp(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *TWO_RANKS]
     tables = [*target_table(targets, results.rows), table("A training step", results, FSDP)]
-    return Section(f"Two ranks: {where.data} ({where})", text, (), tables)
+    return Section(f"Two ranks ({where})", text, (), tables)
 
 
 def grid_section(where: Where, results: Results) -> Section:

@@ -119,7 +119,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
             late = [one.name for one in targets if one.reached is None]
             lost += [f"not measured: {'; '.join(late)}"] if late else []
             said = "; ".join([counts(targets, " targets are met"), *lost])
-            words.append(f"{where.data}, {where.device}: {said}.")
+            words.append(f"{where}: {said}.")
     return words
 
 
@@ -202,7 +202,7 @@ def speeds(where: Where, results: Results, setting: str) -> str:
     ]
     changed = unsteady(where, results, setting)
     ending = f" ({changed})" if changed else ""
-    return f"{where.data}, {setting}, {where.device}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
+    return f"{where}, {setting}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
 
 
 def unsteady(where: Where, results: Results, setting: str) -> str:
@@ -272,7 +272,7 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     figure = ratio_map(names, settings, values, "speed over bfloat16")
     return Drawing(
         f"generate-{where.data}-{where.ending}",
-        f"transformers' generate(), {where.data}, {where.device}: speed over bfloat16.",
+        f"transformers' generate(), {where}: speed over bfloat16.",
         figure,
     )
 

@@ -11,7 +11,7 @@ from experiments.ladder.rungs import ALONE, EAGER, GRAPHS, LEFT_OUT, Levers, lad
 from experiments.ladder.subjects import MODELS, STAND_INS, Subject
 from experiments.ladder.summary import COUNT, MEAN, PUBLISHED, TIME, last_rung, speedup, times
 from experiments.ladder.trace import OPERATORS
-from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table, readable
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, limit_of
@@ -222,7 +222,7 @@ def model_section(where: Where, results: Results, traces: Results | None) -> Sec
     """Rungs, single levers, operators, self-speculation."""
     one = BY_NAME.get(where.data)
     if one is None:
-        return Section(f"{where.data} ({where})", ["This model is no longer measured."])
+        return Section(f"{readable(where.data)} ({where.run})", ["This model is no longer measured."])
     text = [*TEXT, *([] if real(where) else [STAND_IN]), *failures(results)]
     tables = [rungs_table(one, results), levers_table(one, results)]
     if traces is not None:
@@ -232,7 +232,7 @@ def model_section(where: Where, results: Results, traces: Results | None) -> Sec
     if rounds.rows:
         text.append(SPECULATION)
         tables.append(speculation_table(results, rounds))
-    return Section(f"{where.data} ({where})", text, [], tables)
+    return Section(f"{readable(where.data)} ({where.run})", text, [], tables)
 
 
 def rungs_table(one: Subject, results: Results) -> Table:

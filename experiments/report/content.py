@@ -63,6 +63,11 @@ class Drawing:
     caption: str
     figure: Figure
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is drawn on any of its axes."""
+        return not any(axis.has_data() for axis in self.figure.axes)
+
 
 @dataclass(frozen=True)
 class Section:

@@ -40,7 +40,8 @@ class History:
         lines = []
         for place, row in enumerate(self.rows):
             before = self.rows[place - 1].value if place else None
-            change = f"{100 * (row.value / before - 1):+.1f}%" if before else ""
+            percent = round(100 * (row.value / before - 1), 1) if before else 0.0
+            change = "" if not before else f"{percent:+.1f}%" if percent else "0.0%"
             lines.append([row.date[:10], row.commit, f"{short(row.value)} {row.unit}".strip(), change])
         columns = ["measured", "commit", self.rows[-1].metric, "change"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])

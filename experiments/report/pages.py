@@ -23,7 +23,7 @@ import importlib.resources
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -263,7 +263,7 @@ def quoted_rows(pages: Iterable[Page]) -> list[tuple[str, Row]]:
             found[card.row.key] = (card.what, card.row)
         for headline in page.headlines:
             for row in headline.rows if len(headline.rows) <= MOST_CARDS else ():
-                found.setdefault(row.key, (f"{page.title}: {row.method}, {row.setting}", row))
+                found.setdefault(row.key, (f"{page.title}: {row.method}, {row.setting}, {row.metric}", row))
     return list(found.values())
 
 
@@ -321,7 +321,10 @@ def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Pa
     if not rows:
         return None
     module = EXPERIMENTS[name].page_module()
-    sections = module.sections(rows)
+    sections = [
+        replace(one, drawings=[drawing for drawing in one.drawings if not drawing.empty])
+        for one in module.sections(rows)
+    ]
     targets = list(optional(module, "targets_by_run", rows))
     drawings = named(name, [drawing for section in sections for drawing in section.drawings])
     return Page(

@@ -185,7 +185,9 @@ def dots(
             for value, height, error in zip(values, heights, spread, strict=True)
             if is_number(value)
         ]
-        x, y, widths = zip(*drawn, strict=True) if drawn else ((), (), ())
+        if not drawn:
+            continue
+        x, y, widths = zip(*drawn, strict=True)
         ends += [end for value, _, error in drawn for end in (value - error, value + error)]
         color, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         drawing = axis.errorbar(
@@ -198,22 +200,20 @@ def dots(
             elinewidth=1,
             label=name,
         )
-        if drawn:
-            titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
-            set_titles(figure, drawing[0], titles)
+        titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
+        set_titles(figure, drawing[0], titles)
     axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
-    if symlog is not None:
+    if symlog is not None and axis.has_data():
         axis.set_xscale("symlog", linthresh=symlog)
         axis.axvline(0, color="#888888", linewidth=0.8)
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
-    if base is not None:
+    if base is not None and axis.has_data():
         axis.axvline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
-    axis.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, max(1, len(series))), frameon=False
-    )
+    if axis.has_data():
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(series)), frameon=False)
     return figure
 
 
@@ -301,16 +301,22 @@ def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str])
 
 
 def curves(
-    series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, *, base: float | None = None
+    series: Mapping[str, Sequence[float | None]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    base: float | None = None,
+    percent: bool = False,
 ) -> Figure:
     """One line per series over 1, 2, ...; missing values leave a gap.
 
-    base: where a horizontal line marks what is compared with. Colours repeat behind the fifth series with another marker and
-    a dashed line.
+    base: where a horizontal line marks what is compared with. percent: values stand at equal parts of 100. Colours repeat
+    behind the fifth series with another marker and a dashed line.
     """
     figure, (axis,) = subplots(1, 1, (7.6, 4.2))
     for number, (name, values) in enumerate(series.items()):
-        drawn = [(x, y) for x, y in enumerate(values, 1) if y is not None and math.isfinite(y)]
+        step = 100 / len(values) if percent and values else 1
+        drawn = [(x * step, y) for x, y in enumerate(values, 1) if is_number(y)]
         if not drawn:
             continue
         x, y = zip(*drawn, strict=True)
@@ -325,11 +331,11 @@ def curves(
             linewidth=1.1,
             label=name,
         )
-    if base is not None:
+    if base is not None and axis.has_data():
         axis.axhline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
-    if series:
+    if axis.has_data():
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=7.5)
     return figure
 

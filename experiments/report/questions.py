@@ -24,6 +24,7 @@ from experiments.report.answers import (
     with_error,
     with_half,
 )
+from experiments.report.content import readable
 from experiments.report.real_runs import CHANGE, CHANGE_ERROR, RECOVERED, RECOVERED_ERROR, RealRun, best_runs
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import limit_of
@@ -70,7 +71,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
     for where, results in runs.items() or [(None, Results([]))]:
         for setting in results.settings or ["compiled"]:
             for recipe in TRAINED:
-                of = f"{recipe}, {setting}" + (f", {where.data}" if where else "")
+                of = f"{recipe}, {setting}" + (f", {readable(where.data)}" if where else "")
                 ours, theirs = (
                     step_time(results, setting, f"{who}, {recipe}") for who in ("ours", "torchao")
                 )
@@ -125,7 +126,7 @@ def trained_claims(rows: Sequence[Row], *words: str) -> Iterator[Claim]:
                 found = True
                 yield Claim(
                     statement,
-                    f"{method}, {setting}, {where.data}",
+                    f"{method}, {setting}, {readable(where.data)}",
                     difference(*losses),
                     0.0,
                     "bits per byte",
@@ -292,7 +293,13 @@ def inference_claims(rows: Sequence[Row]) -> Iterator[Claim]:
         ]
         command = "ao-lab reproduce ptq --scale full"
         yield Claim(
-            statement, f"proxy model, {where.data}", difference(*lost), 0.0, "bits per byte", command, 5
+            statement,
+            f"proxy model, {readable(where.data)}",
+            difference(*lost),
+            0.0,
+            "bits per byte",
+            command,
+            5,
         )
 
 
@@ -304,7 +311,7 @@ def training_claims(rows: Sequence[Row]) -> Iterator[Claim]:
     )
     for where, results in full(rows, "gaps").items() or [(None, Results([]))]:
         for setting in results.settings or [""]:
-            of = f"proxy model, {setting}, {where.data}" if where else "a proxy model"
+            of = f"proxy model, {setting}, {readable(where.data)}" if where else "a proxy model"
             gaps = [
                 with_half(results, setting, recipe, f"gap, {HELD_OUT}", f"gap, {HELD_OUT}, 95% interval")
                 for recipe in ("mxfp8", "rowwise")
@@ -353,7 +360,7 @@ def sparse_language_models(rows: Rows) -> Question:
         for setting in results.settings or [""]:
             for method in SPARSE:
                 gap = with_half(results, setting, method, "gap", "gap, 95% interval")
-                of = ", ".join(filter(None, (method, setting, where.data if where else "")))
+                of = ", ".join(filter(None, (method, setting, readable(where.data) if where else "")))
                 claims.append(
                     Claim(
                         f"A 2:4 model lies less than {margin:g}% behind the dense one",

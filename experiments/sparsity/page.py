@@ -200,7 +200,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
     for kind, title in PRODUCT_TITLES.items():
         for (device, setting), found in groups(rows, kind).items():
             said = [
-                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
+                f"{readable(where.data)} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
                 for where, results in found.items()
                 if (ratios := ratios_of(kind, setting, results))
             ]
@@ -272,7 +272,9 @@ def groups(rows: Sequence[Row], kind: str) -> dict[tuple[str, str], dict[Where, 
 
 def product_section(kind: str, device: str, setting: str, found: Found) -> Section:
     """What was not measured, then times."""
-    said = dict.fromkeys(f"{where.data}: {word}" for where, one in found.items() for word in failures(one))
+    said = dict.fromkeys(
+        f"{readable(where.data)}: {word}" for where, one in found.items() for word in failures(one)
+    )
     measured = any(times_of(setting, one) for one in found.values())
     tables = [times_table(kind, setting, found)] if measured else []
     return Section(f"{PRODUCT_TITLES[kind]} ({device}; {setting})", [PRODUCT_TEXTS[kind], *said], [], tables)

@@ -10,7 +10,7 @@ import pytest
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
 from experiments.report import history, plots
-from experiments.report.content import Comparison, Section, Table, readable
+from experiments.report.content import Comparison, Drawing, Section, Table, readable
 from experiments.report.pages import TEMPLATES, further_pages
 from experiments.report.results import number, shown
 from experiments.report.scoreboard import better, scoreboard, short
@@ -209,6 +209,15 @@ def test_figures_have_no_empty_lines():
     assert "measured" in text
     assert "absent" not in text
     assert "absent" not in plots.svg(plots.ratio_map(["measured", "absent"], ["1"], [[2.0], [None]], "x"))
+
+
+def test_figures_of_nothing_are_left_out():
+    nothing = [
+        plots.dots(["a"], {"s": [None]}, "x", base=1.0, symlog=0.1),
+        plots.curves({"s": [None]}, "x", "y", base=0.0),
+    ]
+    assert [Drawing("a", "", one).empty for one in nothing] == [True, True]
+    assert not Drawing("a", "", plots.curves({"s": [1.0, None]}, "x", "y", percent=True)).empty
 
 
 def test_what_does_not_fit_goes_to_further_pages_by_whole_sections():
