@@ -1,24 +1,19 @@
 """The history of the values of the first page: what each was at which commit, since a run's rows replace those before.
 
 ``reports/data/history.csv`` holds them as rows, one for each value, commit and day. Writing pages adds today's. What was
-published before there was this file is taken once from the history of the repository:
-``python -m experiments.report.history`` reads every committed version of the rows, and no page reads git for it.
+published before there was this file was taken from the history of the repository (`experiments.report.committed`), and no page
+reads git for it.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.harness import rows as tidy
-from experiments.harness.paths import Paths, shown
-from experiments.harness.revision import DIGITS, printed, printed_bytes
-from experiments.harness.rows import COLUMNS, ROOT, Key, Row
+from experiments.harness.paths import Paths
+from experiments.harness.rows import Key, Row
 from experiments.report.content import Table
 from experiments.report.scoreboard import short
 
@@ -107,72 +102,3 @@ def histories(rows: Sequence[Row], named: Iterable[tuple[str, Row]]) -> list[His
     for row in rows:
         by_key.setdefault(row.key, []).append(row)
     return [History(what, by_key[row.key]) for what, row in named if row.key in by_key]
-
-
-# What the history of the repository has.
-
-#: What a file of rows has had from the beginning.
-OLDEST = ("experiment", "table", "setting", "method", "metric", "value", "unit", "device", "seed")
-
-
-def committed(path: Path, keys: set[Key]) -> Iterator[Row]:
-    """The rows of these keys wherever a committed version of a file of rows changed them, the oldest first. A row that names no
-    commit and day, as the first ones did, gets those of the version that brought it."""
-    plain = path.with_name(path.name.removesuffix(".gz"))
-    seen: dict[Key, float] = {}
-    for name in dict.fromkeys(one.relative_to(ROOT).as_posix() for one in (plain, path)):
-        for commit, day in versions_of(name):
-            data = printed_bytes("git", "show", f"{commit}:{name}")
-            for row in parsed(data, name.endswith(".gz")) if data else ():
-                if row.key in keys and seen.get(row.key) != row.value:
-                    seen[row.key] = row.value
-                    yield replace(row, commit=row.commit or commit, date=row.date or day)
-
-
-def versions_of(name: str) -> list[tuple[str, str]]:
-    """The commits that changed a file, the oldest first, each with its time in UTC."""
-    command = (
-        "git",
-        "log",
-        "--reverse",
-        f"--abbrev={DIGITS}",
-        "--format=%h %cd",
-        "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
-    )
-    lines = (printed("env", "TZ=UTC", *command, "--", name) or "").splitlines()
-    return [(commit, day) for commit, _, day in (line.partition(" ") for line in lines)]
-
-
-def parsed(data: bytes, compressed: bool) -> Iterator[Row]:
-    """The rows of a version; none where it is no file of rows."""
-    text = (gzip.decompress(data) if compressed else data).decode()
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if set(OLDEST) <= set(reader.fieldnames or ()):
-        for record in reader:
-            if record["value"]:
-                told = {
-                    name: record.get(name) or ""
-                    for name in COLUMNS
-                    if name not in ("value", "published", "seed")
-                }
-                yield Row(**told, value=float(record["value"]), seed=int(record["seed"]))
-
-
-def main() -> int:
-    """Add what the history of the repository has of the first page's values."""
-    from experiments.report.pages import make_pages, quoted_rows
-
-    places = Paths.default()
-    rows = [row for _, row in quoted_rows(make_pages(places))]
-    found = [
-        one
-        for name in dict.fromkeys(row.experiment for row in rows)
-        for one in committed(places.rows(name), {row.key for row in rows if row.experiment == name})
-    ]
-    merged = remember(places, [*found, *rows])
-    sys.stdout.write(f"{len(merged)} values of {len(rows)} in {shown(path_of(places))}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

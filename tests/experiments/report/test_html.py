@@ -9,7 +9,7 @@ import pytest
 
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
-from experiments.report import history, plots
+from experiments.report import committed, history, plots
 from experiments.report.content import Comparison, Drawing, Section, Table, readable
 from experiments.report.pages import TEMPLATES, further_pages
 from experiments.report.results import number, shown
@@ -189,9 +189,9 @@ def test_old_versions_of_a_file_give_their_values():
         b"experiment,table,setting,method,metric,value,unit,published,device,seed,source_hash\n"
         b"linear,t/full/x,s,m,time,3.5,us,,cpu,0,ab\n"
     )
-    (found,) = history.parsed(old, compressed=False)
+    (found,) = committed.parsed(old, compressed=False)
     assert (found.experiment, found.value, found.commit, found.date) == ("linear", 3.5, "", "")
-    assert list(history.parsed(b"a,b\n1,2\n", compressed=False)) == []
+    assert list(committed.parsed(b"a,b\n1,2\n", compressed=False)) == []
 
 
 def test_long_sentences_have_a_lead_and_a_list():
