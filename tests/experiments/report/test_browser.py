@@ -122,6 +122,7 @@ def test_columns_sort_by_value(show):
     page.wait_for_selector("table.dataTable")
     page.select_option("select[name=metric]", "tokens/s")
     page.locator("table.dataTable").first.locator("th", has_text="published").first.click()
+    page.wait_for_selector("th[aria-sort='ascending']")
     values = page.locator("table.dataTable").first.locator("tbody tr td:nth-child(5)").all_text_contents()
     assert len(values) > 3
     assert list(map(float, values)) == sorted(map(float, values))
