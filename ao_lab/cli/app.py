@@ -44,6 +44,7 @@ from ao_lab.cli.terminal import (
     heeding_sigterm,
     leave,
     printable,
+    quiet_imports,
 )
 from ao_lab.install.extras import MissingExtra, explained
 
@@ -552,7 +553,7 @@ def options(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
-        with heeding_sigterm():
+        with heeding_sigterm(), quiet_imports():
             return int(app(args=arguments, standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):
         return complain("stopped", INTERRUPTED)

@@ -319,6 +319,21 @@ def test_verbose_shows_the_logger(capsys):
         logger.setLevel(before[1])
 
 
+@pytest.mark.parametrize("flags", [[], ["-v"]])
+def test_what_libraries_warn_of_while_imported_is_quiet(monkeypatch, flags):
+    """Of parts that ao_lab does not use; -v shows it, and the levels are those of before afterwards."""
+    logger, ours = logging.getLogger("torchao"), logging.getLogger("ao_lab")
+    before, seen = (logger.level, ours.handlers[:], ours.level), []
+    monkeypatch.setattr("ao_lab.cli.listings.show_formats", lambda *_: seen.append(logger.level))
+    try:
+        assert main([*flags, "formats"]) == 0
+        assert seen == [logging.NOTSET if flags else logging.ERROR]
+        assert logger.level == before[0]
+    finally:
+        ours.handlers = before[1]
+        ours.setLevel(before[2])
+
+
 def test_help_imports_nothing_heavy():
     code = "import sys; from ao_lab.cli.app import main; main(['--help'])\n"
     code += "heavy = {'torch', 'jax', 'pandas', 'numpy', 'matplotlib'}\n"
@@ -416,7 +431,7 @@ def test_it_says_what_the_cpu_has(monkeypatch, bfloat16):
     finding = doctor.cpu()
     assert finding.status == "ok"
     assert str(found) in finding.detail
-    assert f"{torch.get_num_threads()} threads" in finding.detail
+    assert f"{torch.get_num_threads()} thread(s)" in finding.detail
     assert ("no bfloat16 instructions" in finding.reason) == (not bfloat16)
     assert bool(finding.remedy) == (not bfloat16)
 
