@@ -1,14 +1,11 @@
 """The pages in a browser: Debian's Chromium by Playwright. Skipped, with the reason, where either is missing."""
 
-import os
-import shutil
-
 import pytest
 
 from experiments.harness.rows import ROOT
+from tests.support.browser import launched
 
 REPORTS = ROOT / "reports"
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 #: Milliseconds to the first paint and until a page is loaded. Pages take less than 400 on one slow core.
 MOST_MILLISECONDS = 1000
 #: Read by all; the others are of the same templates.
@@ -30,18 +27,8 @@ HIDDEN = """async () => {
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
-    )
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(
-            f"no browser here: none of {', '.join(NAMES)} (apt-get install chromium), and CHROMIUM names none"
-        )
-    with playwright.sync_playwright() as running:
-        made = running.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture
