@@ -401,10 +401,11 @@ INTRODUCTION = (
     "model here. How to write the files: [Serve and export](guides/serve.md)."
 )
 LEGEND = (
-    "`=` bitwise equal outputs; `✓` equal up to the order of float32 sums (2e-4 of a log-probability); `≈` the same weights, and "
-    "the client's own rounding of activations, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` refused by "
-    "ao_lab, before anything is written, with what would work; `✗` refused by the client. transformers and vLLM read what "
-    '`for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after `import ao_lab`.'
+    "`=` bitwise equal outputs; `✓` equal up to the order of float32 sums (2e-4 of a log-probability); `≈` the same weights, "
+    "and the client's own rounding of activations, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` "
+    "refused by ao_lab, before anything is written, with what would work; `✗` refused by the client. transformers and vLLM "
+    'read what `for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after '
+    "`import ao_lab`."
 )
 ABSENT = (
     "## Not here\n\nTensorRT-LLM, SGLang, GPTQModel and ExLlama need a GPU or packages that no CPU has; vLLM was seen in its "
