@@ -52,7 +52,7 @@ TOPICS = {
     "measure": Topic(
         "Measure and compare models",
         "What a model loses by quantization, and what it gains, on a text and shapes of your own.",
-        "compare Comparison Compared evaluate Evaluation HarnessOptions",
+        "compare Comparison Compared evaluate Evaluation HarnessOptions benchmark Benchmark Timed",
         "guides/tables.md",
     ),
     "probe": Topic(

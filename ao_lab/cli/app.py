@@ -6,7 +6,7 @@ SIGTERM. A wrong input, a missing file or a missing library is one clear line; a
 because it is a fault to report.
 
 Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX. Packages
-above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `merge`, `corpus`, `pretrain`, `bench` and
+above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `merge`, `corpus`, `pretrain`, `bench-kernels` and
 `ledger` are those of the experiments.
 """
 
@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.bench import command as bench_command
 from ao_lab.cli.compare import command as compare_command
 from ao_lab.cli.options import (
     CALIBRATION,
@@ -451,6 +452,7 @@ def evaluate(
 
 
 app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 
 
 @app.command()

@@ -240,10 +240,10 @@ def test_reproduce_of_some_configurations(monkeypatch, capsys):
 
 def test_commands_that_other_packages_register_are_listed_and_run(tmp_path, monkeypatch, capsys):
     """By their entry points: `ao_lab` names none of them, and a clone needs no installation."""
-    assert set(plugins.registered()) >= {"reproduce", "corpus", "pretrain", "bench", "ledger"}
+    assert set(plugins.registered()) >= {"reproduce", "corpus", "pretrain", "bench-kernels", "ledger"}
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("formats", "doctor", "reproduce", "corpus", "pretrain", "bench", "ledger"):
+    for name in ("formats", "doctor", "reproduce", "corpus", "pretrain", "bench-kernels", "ledger"):
         assert f" {name} " in out
     (tmp_path / "my_commands.py").write_text(
         'def greet(name: str = "you") -> None:\n    """Say hello."""\n    print("hello", name)\n'
@@ -269,7 +269,7 @@ def test_commands_for_developers_stand_apart(capsys):
     assert main(["--help"]) == 0
     users, _, developers = capsys.readouterr().out.partition("Experiments, for developers of ao_lab")
     assert all(f" {name} " in users for name in ("configs", "quantize", "eval", "tune", "doctor"))
-    for name in ("bench", "corpus", "ledger", "merge", "pretrain", "pretrained", "reproduce"):
+    for name in ("bench-kernels", "corpus", "ledger", "merge", "pretrain", "pretrained", "reproduce"):
         assert f" {name} " in developers
         assert f" {name} " not in users
 
