@@ -343,7 +343,7 @@ def section(where: Where, results: Results) -> Section:
     if exact:
         paragraphs = [*verdict(results), *paragraphs, BESIDE]
         tables.append(published_table())
-    return Section(f"{title} ({where})", paragraphs, drawings, tables)
+    return Section(f"{title} ({where.run})", paragraphs, drawings, tables)
 
 
 def lines_of(results: Results) -> list[tuple[str, str]]:

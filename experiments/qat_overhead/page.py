@@ -273,7 +273,7 @@ def section(where: Where, results: Results) -> Section:
     if where.data == LLAMA_3_2_3B.name:
         paragraphs += BESIDE
         tables.append(published_table())
-    return Section(f"{NAMES.get(where.data, where.data)} ({where})", paragraphs, drawings, tables)
+    return Section(f"{NAMES.get(where.data, where.data)} ({where.run})", paragraphs, drawings, tables)
 
 
 def lines_of(results: Results) -> list[tuple[str, str]]:

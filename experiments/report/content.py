@@ -181,7 +181,11 @@ def readable(data: str) -> str:
     text = LLAMA.sub(lambda found: f"Llama-{found.group(1)}-{found.group(2)}B", data)
     text = re.sub(r"-random\b", " (random weights)", text)
     text = re.sub(r"-(two-blocks|\d+-layers?)\b", lambda found: ", " + found.group(1).replace("-", " "), text)
-    text = text.replace("stand-in", "proxy")
+    text = re.sub(
+        r"\b(\d+) rows\b",
+        lambda found: f"{found[1]} token{'s' * (found[1] != '1')}",
+        text.replace("stand-in", "proxy"),
+    )
     return re.sub(r"(?<=\d)x(?=\d)", " x ", text)
 
 
@@ -243,7 +247,8 @@ def measured_at(rows: Iterable[Row]) -> str:
     commits = commits_of(rows)
     if len(commits) > NAMED:
         days = list(commits.values())
-        return f"measured {days[0]} to {days[-1]} at {len(commits)} commits, the oldest {next(iter(commits))}"
+        between = " to ".join(dict.fromkeys((days[0], days[-1])))
+        return f"measured {between} at {len(commits)} commits, the oldest {next(iter(commits))}"
     at: dict[str, list[str]] = {}
     for commit, day in commits.items():
         at.setdefault(day or "an unknown day", []).append(commit or "an unknown commit")

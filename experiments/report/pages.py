@@ -367,7 +367,7 @@ def brief_tables(page: Page) -> list[Table]:
 def ran_on(rows: Sequence[Row]) -> list[str]:
     """Devices and versions of libraries, each with the number of its rows."""
     counts = Counter((row.device, row.versions or "versions that are not known") for row in rows)
-    return [f"{device}: {versions} ({count} rows)" for (device, versions), count in sorted(counts.items())]
+    return [f"{device}: {versions} ({count} values)" for (device, versions), count in sorted(counts.items())]
 
 
 def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:

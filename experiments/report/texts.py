@@ -28,15 +28,17 @@ def lead(text: str) -> str:
 
 
 def divided(text: str) -> tuple[str, str]:
-    """A long sentence at the last colon of its beginning (without one at the first full stop), outside of parentheses; nothing
-    before where there is neither."""
+    """A long sentence behind what it begins with in bold, else at the last colon of its beginning, else at the first full stop,
+    outside of parentheses; nothing before where there is none of them."""
     if len(text) <= LONG:
         return "", text
-    for marks in ((": ", ":** "), (". ", ".** ")):
-        found = [place for place in outside(text[:LEAD]) if text.startswith(marks, place)]
+    bold = text.find("**", 2) + 2 if text.startswith("**") else 0
+    if 2 < bold <= LEAD:
+        return text[:bold], text[bold:].lstrip(": ").removesuffix(".")
+    for mark in (": ", ". "):
+        found = [place for place in outside(text[:LEAD]) if text.startswith(mark, place)]
         if found:
-            place = found[-1] if ":" in marks[0] else found[0]
-            end = place + (3 if text.startswith("**", place + 1) else 1)
+            end = (found[-1] if mark == ": " else found[0]) + 1
             return text[:end].rstrip(":"), text[end:].strip().removesuffix(".")
     return "", text
 

@@ -118,7 +118,7 @@ def test_published_costs_follow_from_published_rates():
 
 def test_sections_of_the_real_shapes():
     (section,) = qat_overhead_page.sections(rows())
-    assert section.title == "Two blocks of Llama-3-8B (a GPU, Llama-3-8B, two blocks (random weights))"
+    assert section.title == "Two blocks of Llama-3-8B (a GPU)"
     assert "All 12 values that have a target meet it." in text(section)
     assert "**Targets of ours**: 8% time and 5% peak memory" in text(section)
     assert "eager +0.25%, compiled +0.25%" in text(section)

@@ -201,6 +201,8 @@ def test_long_sentences_have_a_lead_and_a_list():
     assert lead(text) == "Weights (an H200; 1 token), speed over bfloat16"
     assert parts(text + ".")[-1] == "scheme 11 at 1.11 (a, b)"
     assert len(parts(text)) == 12
+    bold = f"**Not measured: 3.** {'a' * 90} (x: y); {'b' * 90}; {'c' * 90}."
+    assert (lead(bold), len(parts(bold))) == ("**Not measured: 3.**", 3)
     assert (lead("Short: a; b; c."), parts("Short: a; b; c.")) == ("Short: a; b; c.", [])
 
 

@@ -305,7 +305,7 @@ def test_the_page_of_products(monkeypatch):
     assert products_page.product_findings(rows) == [
         "Matmuls with a 2:4 weight (a GPU; s), speed: 1 x 2 x 3 4.00 over dense, 2.00 over dense fp8, 1.20 over "
         "libraries' 2:4.",
-        "A block's layers in decoding (a GPU; s), speed: block, 1 rows 2.00 int4 + 2:4 over int4.",
+        "A block's layers in decoding (a GPU; s), speed: block, 1 token 2.00 int4 + 2:4 over int4.",
     ]
     first, second = products_page.product_sections(rows)
     assert first.tables[0].lines == [
