@@ -2,7 +2,7 @@
 
 Layers have random weights (of a quantized model: its own), and rotate over copies that together exceed three times a GPU's L2.
 Modes of layers: "eager", as Python calls them, and on GPUs "CUDA graph", launched from a recorded graph as compiled models
-launch them. Modes of generate(): "eager", and on GPUs "compiled", by transformers with a static cache.
+launch them. Modes of generate(): "eager", and on GPUs "compiled", after `prepare_for_generate_`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
 from ao_lab.measure.compare import REFUSALS, USUAL, Given, configurations, describe
@@ -293,10 +294,11 @@ class Work:
         makers: dict[str, Build | None] = {STORED: None} if stored is not None else dict(self.makers)
         for name, maker in makers.items():
             try:
-                pair = {base: dense if mode == EAGER else copy.deepcopy(dense), name: stored}
-                if stored is None and maker is not None:
-                    pair[name] = copy.deepcopy(dense)
-                    maker(pair[name])  # type: ignore[arg-type]
+                pair = {base: dense, name: copy.deepcopy(dense) if stored is None else stored}
+                if maker is not None:
+                    maker(pair[name])
+                if mode == COMPILED:
+                    pair = prepared(pair, dense, stored)
                 times = self.in_turn(pair, batch, new_tokens, mode)
                 found = timed("generate", times, mode, (batch,), 0, {})
                 rows += [
@@ -315,7 +317,7 @@ class Work:
         random = torch.Generator().manual_seed(0)
         table: Any = next(iter(models.values())).get_input_embeddings()
         ids = torch.randint(table.weight.shape[0], (batch, PROMPT), generator=random)
-        prompt, options = ids.to(self.device), {"cache_implementation": "static"} if mode == COMPILED else {}
+        prompt, options = ids.to(self.device), {"disable_compile": True} if mode == EAGER else {}
         times: dict[str, list[float]] = {name: [] for name in models}
         with several_compiled() if mode == COMPILED else nullcontext():
             for number in range(2 + ROUNDS):
@@ -324,6 +326,16 @@ class Work:
                     if number >= 2:
                         times[name].append(seconds / new)
         return times
+
+
+def prepared(pair: Mapping[str, nn.Module], *kept: nn.Module | None) -> dict[str, nn.Module]:
+    """Models that generate() compiles, with our options. kept: models that stay as they are; copies of them are prepared."""
+    made = {
+        name: copy.deepcopy(one) if any(one is other for other in kept) else one for name, one in pair.items()
+    }
+    for one in made.values():
+        prepare_for_generate_(one)
+    return made
 
 
 def several_compiled() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +112,7 @@ def compare(
     batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
     conditions = {
         **conditions_of(source, windows, reading),
+        "weights": fingerprint(model),
         "device": describe(where),
         "new_tokens": new_tokens,
         "methods": [repr(one) for one in asked],
@@ -224,6 +226,28 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
         ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
     )
     return [*told, f"Comparable with {source.compares}."]
+
+
+#: Elements of each parameter, and bytes at each end of each file, that tell weights apart.
+SAMPLED, ENDS = 64, 65536
+
+
+def fingerprint(model: str | Path | nn.Module) -> str:
+    """What tells other weights of the same name apart: a hash of pieces of a folder's files, or of a model's parameters."""
+    found = hashlib.sha256()
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy()
+            found.update(name.encode() + sample.tobytes())
+        return found.hexdigest()[:16]
+    for path in sorted(Path(model).glob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
+            with path.open("rb") as file:
+                found.update(path.name.encode() + str(path.stat().st_size).encode() + file.read(ENDS))
+                file.seek(max(0, path.stat().st_size - ENDS))
+                found.update(file.read(ENDS))
+    return found.hexdigest()[:16]
 
 
 def describe(device: str) -> str:

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from ao_lab import Int4WeightOnlyConfig, SchemeConfig, benchmark, quantize_, save_pretrained
+from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
+from ao_lab.measure.benchmark import Work
 from ao_lab.measure.turns import Plan
 from tests.support.models.small_llama import save_llama
 
@@ -80,6 +81,19 @@ def test_quantized_folders_are_timed_as_they_are(folder, layout):
     assert all(row.status == "ok" for row in found.rows)
     with pytest.raises(ValueError, match="is quantized already and is timed as it is"):
         benchmark(folder / layout, configs=["nf4"], device="cpu")
+
+
+def test_what_is_compiled_are_copies(folder):
+    """Models are prepared for the compiler as users prepare them; without a GPU transformers runs them as they are."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    work = Work("cpu", {"nf4": lambda module: quantize_(module, SchemeConfig(scheme="nf4"))})
+    rows = work.generation(model, None, 2, 2, "compiled")
+    assert [(row.name, row.mode, row.status) for row in rows] == [
+        ("bfloat16", "compiled", "ok"),
+        ("nf4", "compiled", "ok"),
+    ]
+    assert model.generation_config.cache_implementation is None
+    assert not any(isinstance(one, QuantizedTensor) for one in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,15 @@ def test_the_same_text_is_told(folder):
     )
 
 
+def test_other_weights_of_the_same_name_are_told_apart(folder, tmp_path):
+    """A comparison of a model that has changed since does not go on."""
+    compare(folder / "base", ["nf4"], out=tmp_path / "out", **given(folder))
+    other = tmp_path / "base"
+    save_llama(other, seed=1)
+    with pytest.raises(ValueError, match=r"other conditions \(weights differ\)"):
+        compare(other, ["nf4"], out=tmp_path / "out", **given(folder))
+
+
 def test_logits_are_kept_while_they_fit(monkeypatch):
     class Model(nn.Module):
         calls = 0
@@ -179,7 +188,7 @@ def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
 
 
 def test_models_that_cannot_be_compared(folder):
-    with pytest.raises(ValueError, match="is quantized already; give the dense model"):
+    with pytest.raises(ValueError, match="is quantized already; give its unquantized base model"):
         compare(folder / "made", ["nf4"], **given(folder))
     with pytest.raises(ValueError, match="names on the Hub are not fetched"):
         compare("some/model", ["nf4"], **given(folder))
