@@ -45,6 +45,7 @@ def urls(repository: str) -> dict[str, str]:
         raise ValueError(f"{VARIABLE}={repository!r} is no address; give the repository's, https://...")
     return {
         "Repository": repository,
+        "Documentation": f"{repository}/blob/main/docs/index.md",
         "Issues": f"{repository}/issues",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
     }

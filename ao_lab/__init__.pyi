@@ -100,12 +100,15 @@ from ao_lab.kv_cache.cache import KVCache as KVCache
 from ao_lab.kv_cache.cache import KVCacheSettings as KVCacheSettings
 from ao_lab.kv_cache.cache import use_kv_cache_ as use_kv_cache_
 from ao_lab.kv_cache.recipe import KVRecipe as KVRecipe
+from ao_lab.measure.benchmark import benchmark as benchmark
 from ao_lab.measure.compare import compare as compare
 from ao_lab.measure.comparison import Compared as Compared
 from ao_lab.measure.comparison import Comparison as Comparison
 from ao_lab.measure.evaluate import Evaluation as Evaluation
 from ao_lab.measure.evaluate import HarnessOptions as HarnessOptions
 from ao_lab.measure.evaluate import evaluate as evaluate
+from ao_lab.measure.times import Benchmark as Benchmark
+from ao_lab.measure.times import Timed as Timed
 from ao_lab.mods.api import apply_mods_ as apply_mods_
 from ao_lab.mods.api import undo_mods_ as undo_mods_
 from ao_lab.policy.api import Policy as Policy

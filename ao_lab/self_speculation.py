@@ -52,19 +52,19 @@ class Speculated:
 
 
 class SelfSpeculation:
-    """Greedy decoding of one sequence by a transformers decoder (`model.model.layers`, `model.lm_head`).
+    """Self-speculative greedy decoding of one sequence by a transformers decoder (`model.model.layers`, `model.lm_head`).
 
-    exit_layer: layers that draft, 1 to one less than the model's. drafts: tokens that are drafted a round. max_length: tokens
-    of prompt and answer together. kv_cache: a recipe of `use_kv_cache_`. compiled: whether both passes go through
-    torch.compile. captured: whether a round is recorded as a CUDA graph; None: on a GPU. The model's attention is set to
-    "ao_lab", its weights are not touched and may be quantized.
+    exit_layer: number of layers that draft, 1 to one less than the model's. drafts: tokens drafted per round. max_length:
+    tokens of prompt and answer together. kv_cache: a recipe of `use_kv_cache_`. compiled: run both passes with torch.compile.
+    captured: record a round as a CUDA graph. Default: on a GPU. The model's attention is set to "ao_lab"; its weights are
+    unchanged and may be quantized.
 
-    Tokens are those of greedy decoding with the same cache. Where the two largest logits are nearer than rounding, a pass over
-    several tokens may choose the other, as in any speculative decoding; and of a recipe that keeps the last tokens as computed
-    (`residual`), those that rejected drafts pushed out come back as they are stored.
+    Tokens are those of greedy decoding with the same cache. If the two largest logits are closer than rounding, a pass over
+    several tokens may choose the other, as in any speculative decoding; and with a recipe that keeps the last tokens
+    unquantized (`residual`), those that rejected drafts pushed out come back quantized.
 
-    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows
-    or with states of a recurrence or convolution.
+    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows or with
+    states of a recurrence or convolution.
     """
 
     def __init__(

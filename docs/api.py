@@ -17,6 +17,8 @@ from typing import Any
 import ao_lab
 from docs.topics import DATA, TOPICS, Topic, names
 
+#: Where the methods that all configurations have are described.
+WITH_INHERITED = ("ao_lab.SchemeConfig",)
 DOCS = Path(__file__).resolve().parent
 #: Packages whose public names have a place on a page, and submodules of `ao_lab` that are public too.
 PACKAGES = ("ao_lab", "reference", "fast")
@@ -89,7 +91,7 @@ def directive(name: str) -> str:
         own = getattr(ao_lab, last, None)
         if own is value and name != f"ao_lab.{last}":
             return f".. py:class:: {name}\n\n   The class :py:class:`ao_lab.{last}`."
-        return f".. autoclass:: {name}\n   :members:"
+        return f".. autoclass:: {name}\n   :members:" + "\n   :inherited-members:" * (name in WITH_INHERITED)
     return f".. autofunction:: {name}" if callable(value) else f".. py:data:: {name}\n\n   {DATA[last]}"
 
 

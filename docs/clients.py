@@ -362,7 +362,7 @@ def put(found: list[dict[str, str]]) -> None:
 def page(table: list[dict[str, str]]) -> str:
     """The page as Markdown."""
     cells = {(one["client"], one["scheme"]): one for one in table}
-    head = ["weights by inputs", *CLIENTS]
+    head = ["scheme of weights (by that of activations)", *CLIENTS]
     lines = ["# Where can I take it", "", INTRODUCTION, "", line(head), line(["---"] * len(head))]
     for scheme in SCHEMES:
         found = [cells.get((client, scheme)) for client in CLIENTS]
@@ -401,10 +401,11 @@ INTRODUCTION = (
     "model here. How to write the files: [Serve and export](guides/serve.md)."
 )
 LEGEND = (
-    "`=` the same bits; `✓` the same up to the order of sums in float32 (2e-4 of a log-probability); `≈` the same weights, and "
-    "the client's own rounding of inputs, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` refused here, "
-    "before anything is written, with what would work; `✗` refused by the client. transformers and vLLM read what "
-    '`for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after `import ao_lab`.'
+    "`=` bitwise equal outputs; `✓` equal up to the order of float32 sums (2e-4 of a log-probability); `≈` the same weights, "
+    "and the client's own rounding of activations, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` "
+    "refused by ao_lab, before anything is written, with what would work; `✗` refused by the client. transformers and vLLM "
+    'read what `for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after '
+    "`import ao_lab`."
 )
 ABSENT = (
     "## Not here\n\nTensorRT-LLM, SGLang, GPTQModel and ExLlama need a GPU or packages that no CPU has; vLLM was seen in its "

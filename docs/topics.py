@@ -26,7 +26,7 @@ TOPICS = {
     ),
     "configurations": Topic(
         "Configurations",
-        "What `quantize_` takes. Names and parameters are those of torchao.",
+        "What `quantize_` takes. Names and parameters are those of torchao. All have the methods of `SchemeConfig`.",
         """Int4WeightOnlyConfig Int8WeightOnlyConfig Int8DynamicActivationInt8WeightConfig Int8StaticActivationInt8WeightConfig
         Int8DynamicActivationIntxWeightConfig IntxWeightOnlyConfig LowBitWeightOnlyConfig Float8WeightOnlyConfig
         Float8DynamicActivationFloat8WeightConfig Float8StaticActivationFloat8WeightConfig
@@ -52,7 +52,7 @@ TOPICS = {
     "measure": Topic(
         "Measure and compare models",
         "What a model loses by quantization, and what it gains, on a text and shapes of your own.",
-        "compare Comparison Compared evaluate Evaluation HarnessOptions",
+        "compare Comparison Compared evaluate Evaluation HarnessOptions benchmark Benchmark Timed",
         "guides/tables.md",
     ),
     "probe": Topic(

@@ -80,15 +80,15 @@ def register(recipe: AttentionRecipe, name: str) -> None:
 
 
 def use_attention_(model: Any, recipe: str | AttentionRecipe | None = "int8") -> AttentionSettings | None:
-    """Compute the attention of a transformers model's prompts in 8 bits, in place: what has been set.
+    """Compute the prefill attention of a transformers model in 8 bits, in place; returns what was set.
 
-    recipe: as in `replace_sdpa_`; None gives back what was before. Calls with fewer than 32 queries, of generation, go to
-    transformers' "sdpa"; with a cache of `use_kv_cache_`, which is called before or after, to its attention. Padding, sliding
-    windows and grouped queries are covered; training, dropout, softcaps, and what is added to scores go to attention that has
-    them, with a warning.
+    recipe: as for `replace_sdpa_`; None restores the previous state. Calls with fewer than 32 queries, as in decoding, use
+    transformers' "sdpa"; with a cache of `use_kv_cache_` (called before or after), its attention. Supported: padding, sliding
+    windows and grouped-query attention. Training, dropout, softcaps and additive masks use an attention that supports them,
+    with a warning.
 
-    TypeError for what is no transformers model, ValueError for an unknown recipe and for a model whose attention takes no
-    function of ours; nothing has changed then.
+    TypeError for anything but a transformers model, ValueError for an unknown recipe and for a model whose attention
+    implementation cannot be replaced; nothing has changed then.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(

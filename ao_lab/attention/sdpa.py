@@ -137,16 +137,16 @@ class ReplacedAttention:
 
 
 def replace_sdpa_(recipe: str | AttentionRecipe = "int8") -> ReplacedAttention:
-    """Compute torch.nn.functional.scaled_dot_product_attention in 8 bits from now on, in this process: for inference.
+    """Compute torch.nn.functional.scaled_dot_product_attention in 8 bits from now on, in this process, for inference.
 
     recipe: "int8" (queries and keys in int8), "int8_block" (keys with one scale for 128 tokens, faster), "fp8", or an
-    `AttentionRecipe`. As a context manager it ends with the block; else `restore()` of what is returned ends it. Programs that
-    torch.compile made before keep the function that they were made with.
+    `AttentionRecipe`. Use it as a context manager, or call `restore()` of the result. Programs that torch.compile compiled
+    earlier keep the function that they were compiled with.
 
-    Calls with fewer than 32 queries go to torch's function, and so does, with a warning for each reason, what needs a gradient,
-    has dropout, or a mask that is added to scores. Code that imported the function by its name before is not reached.
+    Calls with fewer than 32 queries use torch's function; so do, with a warning for each reason, calls that need a gradient or
+    have dropout or an additive mask. Code that imported the function by name earlier is not affected.
 
-    ValueError for an unknown recipe, TypeError for no recipe.
+    ValueError for an unknown recipe, TypeError for anything that is not a recipe.
     """
     return ReplacedAttention(attention_recipe_of(recipe))
 

@@ -162,7 +162,7 @@ class Learning:
             note += "; padding and held-out tokens are part of it, since its outputs are not of the batch's tokens"
         if not share < 1:
             return [
-                one.before.noting("autoround did not lower the block's error and was not taken")
+                one.before.noting("autoround did not lower the block's error and was not used")
                 for one in self.weights
             ]
         return [one.remade(state, note) for one, state in zip(self.weights, states[best], strict=True)]

@@ -32,8 +32,8 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...], device
     for target in targets:
         if target.config.sparsity is not None:
             raise ValueError(
-                f"{target.name}: {names} would fill the zeros of weights in {target.config.sparsity} storage; "
-                f"{CHANGED_NOTHING}. Leave methods out: sparsify_ with score 'sparsegpt' makes up for what it prunes"
+                f"{target.name}: {names} would overwrite the zeros of weights in {target.config.sparsity} storage; "
+                f"{CHANGED_NOTHING}. Leave methods out: sparsify_ with score 'sparsegpt' compensates what it prunes"
             )  # fmt: skip
         if not along_inputs(target):
             raise ValueError(
@@ -117,7 +117,7 @@ def useless_reason(inputs: SplitMoments | None) -> str | None:
     """Why a layer's inputs tell nothing that methods could use; None where they do."""
     count = 0 if inputs is None else inputs.train.count
     if inputs is None or count < LEAST_TOKENS:
-        return f"it saw {count} tokens, {LEAST_TOKENS} is the least that methods use"
+        return f"it saw {count} tokens, {LEAST_TOKENS} is the minimum for methods"
     return None if bool(inputs.train.mean_squares.any()) else "all its inputs are 0"
 
 

@@ -219,7 +219,7 @@ def _better(plain: Calibrated, turned: Calibrated) -> Calibrated:
     """The one of less error; as it is where both have the same."""
     if turned.result.error < plain.result.error:
         return turned
-    return plain.noting(f"{turned.result.method} would have {turned.result.ratio:.3f} and was not taken")
+    return plain.noting(f"{turned.result.method} would have {turned.result.ratio:.3f} and was not used")
 
 
 def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Calibrated:
@@ -237,7 +237,7 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Calibrated:
     if best != last:
         share = errors[last] / base if base else float("inf")
         name = work.candidates[last].name
-        notes.append(f"{name} would have {share:.3f} of rounding's error and was not taken")
+        notes.append(f"{name} would have {share:.3f} of rounding's error and was not used")
     inputs = work.inputs
     counts = (0, 0) if inputs is None else (inputs.train.seen, inputs.held_out.seen)
     names = [*part.before, *([] if part.before and candidate.name == ROUNDING else [candidate.name])]

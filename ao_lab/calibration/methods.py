@@ -37,19 +37,21 @@ class Method:
 
 @dataclass(frozen=True)
 class Rotate(Method):
-    """Blocks of inputs and of the weight mixed by a Hadamard matrix, which spreads outliers (arXiv 2404.00456, 2509.23202).
+    """Rotates blocks of activations and weights by a Hadamard matrix, which spreads outliers (arXiv 2404.00456, 2509.23202).
 
-    kind "block": inputs are mixed in the layer, so that nothing else in the model changes, in front of every product
-    (`Recipe.rotation`); folders go into layout "ao_lab". A weight is rotated where that lowers its output error by whatever
-    follows. size: inputs of a block, a power of two; None: as many as share a scale, where that is one, else up to 128.
+    kind "block": activations are rotated in the layer before each matmul (`Recipe.rotation`), nothing else in the model
+    changes; folders have layout "ao_lab". A weight is rotated if that lowers its output error with the methods that follow.
+    size: length of the rotated blocks, a power of two. Default: the block that shares a scale, if that is a power of two, else
+    up to 128.
 
-    kind "offline": the residual stream as a whole, merged into weights (`ao_lab.calibration.offline`): nothing is left to do
-    at run time, and plain folders hold it. The first batch of calibration proves in float64 that the function stays. size:
-    channels of a block of the rotation, any that divide them and have a Hadamard matrix; None: all channels. heads: whether
-    values are rotated too, each head's channels by themselves, the output projection with them (`ao_lab.calibration.heads`).
+    kind "offline": the whole residual stream is rotated and the rotation merged into weights (`ao_lab.calibration.offline`): no
+    cost at run time, and compressed-tensors folders can store it. The first calibration batch proves in float64 that the
+    model's function is unchanged. size: channels per block of the rotation, any divisor with a Hadamard matrix. Default: all
+    channels. heads: also rotate values, each head's channels by themselves, together with the output projection
+    (`ao_lab.calibration.heads`).
 
-    kind "heads": values and output projections alone, merged into weights and proved in the same way. No gain is folded, no
-    head untied; it takes models whose residual stream cannot be rotated, too.
+    kind "heads": only values and output projections, merged into weights and proved in the same way. Norm weights are not
+    folded and tied heads stay tied, so it also supports models whose residual stream cannot be rotated.
     """
 
     kind: str = "block"
@@ -89,10 +91,12 @@ class Rotate(Method):
 
 @dataclass(frozen=True)
 class Smooth(Method):
-    """Channels scaled between layers so that inputs and weights share their range (Xiao et al., SmoothQuant, arXiv 2211.10438).
+    """Scales channels between layers to balance the ranges of activations and weights (Xiao et al., SmoothQuant, arXiv
+    2211.10438).
 
-    alpha: 0 to 1, the share of the inputs' range that the weights take. For schemes that quantize inputs. Pairs of layers are
-    found by trying (`ao_lab.calibration.equivalence`); one that would make a weight worse than rounding stays as it is.
+    alpha: 0 to 1, the share of the activation range that moves into the weights. For schemes that quantize activations. Pairs
+    of layers are found by experiment (`ao_lab.calibration.equivalence`); a pair that would make a weight worse than rounding is
+    left.
     """
 
     alpha: float = 0.5
@@ -104,10 +108,11 @@ class Smooth(Method):
 
 @dataclass(frozen=True)
 class AWQ(Method):
-    """Channels scaled between layers so that those of large inputs round finer (Lin et al., AWQ, arXiv 2306.00978).
+    """Scales channels between layers so that those with large activations are rounded more finely (Lin et al., AWQ, arXiv
+    2306.00978).
 
-    ratios: how many powers of the inputs' mean magnitude are tried, by the output error of the layers that read them. Pairs as
-    with `Smooth`.
+    ratios: how many powers of the mean magnitude of activations are tried; the one with the smallest output error of the layers
+    that read them wins. Pairs of layers are found as for `Smooth`.
     """
 
     ratios: int = 20
@@ -119,12 +124,12 @@ class AWQ(Method):
 
 @dataclass(frozen=True)
 class Clip(Method):
-    """Scales of the least error of the weights, each searched among those that the scheme can store.
+    """Searches, for each block, the scale with the smallest weight error among those that the scheme can store.
 
-    weights: "inputs" weighs a column's error by the mean square of its inputs (the diagonal of the Hessian); "none" weighs all
-    alike, and needs no data. norm: the power of an element's error that is summed; None: 2, and 3 where GPTQ follows, which
-    makes up for small errors but not for the large ones of clipped weights. Scales are those of
-    `reference.calibration.search_scales`. ValueError for a norm that is no positive number.
+    weights: "inputs" weighs the error of a column with the mean square of its activations (the diagonal of the Hessian); "none"
+    weighs all columns equally, and needs no data. norm: the power of an element's error that is summed. Default: 2, or 3 if
+    GPTQ follows, which compensates small errors but not the large ones of clipped weights. Scales are those of
+    `reference.calibration.search_scales`. ValueError for a norm that is not a positive number.
     """
 
     weights: str = "inputs"
@@ -145,10 +150,11 @@ class Clip(Method):
 
 @dataclass(frozen=True)
 class HQQ(Method):
-    """Zero points, or scales where there are none, by half-quadratic splitting of |error|^p, without data (Badri, Shaji, 2023).
+    """Optimizes zero points, or scales of schemes without zero points, by half-quadratic splitting of |error|^p, without data
+    (Badri, Shaji, 2023).
 
-    For schemes whose zero points are floats, and for those without zero points (`reference.calibration.hqq`). It lets outliers
-    go, so its mean square error may be above rounding's; then rounding stays.
+    For schemes with floating-point zero points, and for those without zero points (`reference.calibration.hqq`). It tolerates
+    outliers, so its mean squared error may be larger than that of rounding; then rounding is kept.
     """
 
     calibrates: ClassVar[bool] = False
@@ -161,10 +167,10 @@ class HQQ(Method):
 class GPTQ(Method):
     """Rounds column by column, each compensating the errors of those before (Frantar et al., arXiv 2210.17323).
 
-    For given scales: those that a method before has found, else those of `Clip()`; over scales of the largest values alone it
-    is worse than rounding on other text than it has read. order: "activation" (columns of large inputs
-    first), "stored" or "groups"; scales stay where they are in each. damping: what is added to the Hessian's diagonal, as a
-    share of its mean; "held out" takes of several the one with the least error on held-out tokens, 0.01 where there are none.
+    Scales are those that an earlier method found, else those of `Clip()`; with plain amax scales the result is worse than
+    rounding on text other than the calibration data. order: "activation" (columns with large activations first), "stored" or
+    "groups"; the assignment of scales does not change. damping: added to the Hessian's diagonal, as a fraction of its mean;
+    "held out" tries several and keeps the one with the smallest error on held-out tokens, 0.01 if there are none.
     """
 
     order: str = "activation"
@@ -183,9 +189,9 @@ class GPTQ(Method):
 class AutoRound(Method):
     """Rounding and ranges of a block's weights, learned by signed gradient descent on the block's output (arXiv 2309.05516).
 
-    Starts at what the methods before have made. steps: of signed gradient descent, rates 1 / steps falling to 0. sequences:
-    about how many a step sees (whole batches). seed: of the order of batches. Holds the states of the model as it was beside
-    those of the quantized one.
+    Starts from the result of the methods before it. steps: of signed gradient descent, with rates from 1 / steps down to 0.
+    sequences: approximate number per step (whole batches). seed: of the order of batches. Needs memory for the block inputs of
+    the original model as well as for those of the quantized one.
     """
 
     steps: int = 200
@@ -211,10 +217,11 @@ class BiasCorrection(Method):
 
 @dataclass(frozen=True)
 class StaticKV(Method):
-    """Static scales of keys and values for a cache of 8 bits, where the attention is called, of the block's quantized weights.
+    """Static scales of keys and values for an 8-bit KV cache, observed at the attention call with the block's quantized
+    weights.
 
-    per: "head" or "tensor". element: what the cache stores, "float8_e4m3fn" or "int8". Weights are not touched; the scales
-    stay with the model and go into its files (`ao_lab.kv_cache.static_scales`).
+    per: "head" or "tensor". element: what the cache stores, "float8_e4m3fn" or "int8". Weights are not changed; the scales stay
+    with the model and are saved with it (`ao_lab.kv_cache.static_scales`).
     """
 
     per: str = "head"

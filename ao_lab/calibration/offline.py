@@ -122,7 +122,7 @@ def rotate_residual(
     Raises ValueError where the model's function would change, with what is in the way: nothing has changed then.
     """
     if list(blocks) == [""]:
-        raise _refused("the whole model is one block, so that nothing says what its residual stream is")
+        raise _refused("the whole model is one block, so its residual stream is unknown")
     small, order = _small(batch), _Order([])
     watched = [(name, m, order) for name, m in model.named_modules() if name and _own(m)]
     holder: list[Capture] = []
@@ -141,9 +141,7 @@ def rotate_residual(
     for index, (name, module) in enumerate(blocks.items()):
         _prove_block(residual, index, name, module, order.names)
     if not stream and not residual.widths:
-        raise _refused(
-            "in no block values and an output projection were found between which channels can be mixed"
-        )
+        raise _refused("no block has values and an output projection between which channels can be rotated")
     untied = 0 if outside is None else _untied(model, residual, outside)
     _finish(list(residual.changes.values()), residual)
     return Rotated(residual.block, residual.worst, untied, tuple(residual.widths.items()))
@@ -213,7 +211,7 @@ def _multiplied(module: nn.Module, gain: nn.Parameter, device: torch.device) -> 
         turned = mine(fast.rotate(x, len(gain)))
     if float((turned - fast.rotate(plain, len(gain))).abs().max()) > TOLERANCE * float(plain.abs().max()):
         raise _refused(
-            f"{type(module).__name__} is no RMS norm: what it makes of rotated channels is not rotated"
+            f"{type(module).__name__} is no RMS norm: its output for rotated channels is not the rotated output"
         )
     return (values + 1.0 if offset else values), 0.0 if offset else 1.0
 
@@ -464,9 +462,9 @@ def _outside(
     for name in before:
         module = modules[name]
         if not isinstance(module, nn.Embedding) or module.embedding_dim != residual.width:
-            raise _refused(f"{name} ({type(module).__name__}) lies between the embeddings and the blocks")
+            raise _refused(f"{name} ({type(module).__name__}) is between the embeddings and the blocks")
     if not before:
-        raise _refused("no embedding makes the first block's input")
+        raise _refused("the first block's input does not come from an embedding")
     kinds = [type(modules[name]).__name__ for name in after]
     if len(after) != 2 or _norm_gain(modules[after[0]], residual.width) is None:
         raise _refused(

@@ -134,7 +134,7 @@ class Finished:
         other = [name for name, value in self.key.items() if content.get("key", {}).get(name) != value]
         if other:
             raise ValueError(
-                f"{file} is of another call: {', '.join(other)} differ; quantize_ changed nothing. Give resume= another "
+                f"{file} belongs to another call: {', '.join(other)} differ; quantize_ changed nothing. Give resume= another "
                 f"folder, or remove this one; a call goes on with the model as it was loaded"
             )
 
@@ -207,5 +207,5 @@ def _read(file: Path, mmap: bool = False) -> dict[str, Any]:
             f"{file} cannot be read ({type(error).__name__}: {error!s:.80}); remove it"
         ) from error
     if not isinstance(content, dict) or "key" not in content:
-        raise ValueError(f"{file} is no finished block; remove it, or give resume= another folder")
+        raise ValueError(f"{file} is not a finished block; remove it, or give resume= another folder")
     return content

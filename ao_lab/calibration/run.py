@@ -120,7 +120,7 @@ def request_of(
     how = blocks is not None or offload or resume is not None or prefix != PREFIXES[0]
     if calibration is None and how:
         raise ValueError(
-            "blocks, offload, resume and prefix say how calibration goes through a model; give calibration with them"
+            "blocks, offload, resume and prefix are options of calibration; give calibration too"
         )
     return (
         Request(records, calibration, blocks, offload, resume, prefix)
@@ -217,7 +217,7 @@ class Job:
         if tied and method.kind == "offline":
             raise ValueError(
                 f"{shorten(tied)} has the weight of an embedding, from which Rotate(kind='offline') parts it; quantize_ "
-                f"changed nothing. Leave it out by filter_fn, or untie the model first"
+                f"changed nothing. Exclude it with filter_fn, or untie the model first"
             )
         batches = self.request.batches
         if batches is not None and holds_batches(batches):
@@ -457,8 +457,8 @@ class Job:
                     else "it is outside of the blocks"
                 )
                 raise ValueError(
-                    f"{target.name}: calibration finds static scales of layers in blocks, and {why}; quantize_ changed "
-                    f"nothing. Leave it out by filter_fn, or give forward_loop= in place of calibration="
+                    f"{target.name}: calibration finds static scales only for layers in blocks, and {why}; quantize_ changed "
+                    f"nothing. Exclude it with filter_fn, or give forward_loop= in place of calibration="
                 )
 
     def find_input_scales(self, block: Block, targets: list[Target], parts: dict[str, Part]) -> None:

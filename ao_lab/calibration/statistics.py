@@ -244,7 +244,7 @@ class Statistics:
         if next(iter(shared.calls)) != name:
             raise ValueError(
                 f"{name} had the input of {next(iter(shared.calls))} at first and has another one now, so that they have no "
-                f"statistic in common; calibrate them in calls of their own, by filter_fn"
+                f"statistic in common; calibrate them in separate calls, with filter_fn"
             )
         shared.statistic.update(x)
         shared.updates, shared.tokens = shared.updates + 1, shared.tokens + x.numel() // x.shape[-1]

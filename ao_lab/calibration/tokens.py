@@ -211,7 +211,7 @@ class Moments(Hessian):
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call, (tokens, channels), one at least."""
         if self.finished:
-            raise ValueError("these moments are finished; make new ones for more inputs")
+            raise ValueError("these moments are finished; create new ones for more inputs")
         channels, double = x.shape[-1], torch.float64
         if self.value is None:
             self.value = torch.zeros(channels, channels, dtype=double, device=x.device)

@@ -385,7 +385,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         try:
             module = TARGET if name in named.matrices else old.get(name, name).removesuffix(".weight")
             if (module not in linears and name not in named.matrices) or path == name:
-                raise ValueError("it is no weight of nn.Linear")
+                raise ValueError("it is not the weight of an nn.Linear")
             read = reading(value, dtype)
             if name in named.matrices:
                 read = as_expert(read, value)

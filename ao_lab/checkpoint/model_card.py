@@ -472,7 +472,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             ),
             "With vLLM:",
             _served(contents, weights, name),
-            "With ao_lab, which computes with the stored weights:",
+            "With ao_lab, which keeps the weights quantized in memory:",
             ours,
         ]
     )

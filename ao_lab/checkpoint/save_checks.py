@@ -88,7 +88,7 @@ def _adapted(module: nn.Module) -> str:
             f"{told} on 2:4 storage, into which updates cannot be merged; the adapters' own save_pretrained writes these, "
             f"unload() leaves the model without them"
         )
-    return f"{told}; merge_and_unload() makes it an ordinary weight, the adapters' own save_pretrained saves only these"
+    return f"{told}; merge_and_unload() merges them, the adapters' own save_pretrained saves only these"
 
 
 def _computed(module: nn.Module) -> str | None:

@@ -83,7 +83,7 @@ def weight_size(
 ) -> Size:
     """The size of a weight of this shape in a scheme, stored in a layout.
 
-    ValueError where the scheme's blocks do not divide the shape, or where compressed-tensors has no format for the recipe.
+    ValueError if the scheme's blocks do not divide the shape, or if compressed-tensors has no format for the recipe.
     """
     choice(layout, LAYOUTS, "layout")
     if not isinstance(recipe, Recipe):
@@ -114,10 +114,10 @@ def _size(specs: Specs) -> Size:
 def model_size(
     model: nn.Module, config: Config | FqnToConfig | None = None, filter_fn: Filter | None = None
 ) -> ModelSize:
-    """The size of a model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
+    """The size of the model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
 
-    Nothing is computed, nothing changed. Weights that modules share count once. What the configuration does not reach, or
-    cannot change, counts as it is. Raises as `quantize_` does where it would change nothing.
+    Nothing is computed or changed. Shared weights count once. Layers that the configuration does not reach, or cannot change,
+    count with their current size. Raises as `quantize_` does if nothing would change.
     """
     changes = {} if config is None else planned(model, config, filter_fn, streamed=True).changes
     check_model(model)

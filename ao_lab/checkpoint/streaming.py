@@ -55,23 +55,24 @@ def quantize_pretrained(
     prefix: str = "quantized",
     progress: Progress | None = None,
 ) -> nn.Module:
-    """The model of a folder, quantized as `quantize_` would: same arguments, same bits, `explain(model)` tells of it.
+    """Load a folder's model quantized as by `quantize_`, weight by weight: same arguments, bitwise equal weights; see
+    `explain(model)`.
 
-    `directory`: what transformers' save_pretrained wrote, or, with `build`, safetensors files (one, or shards with an index)
-    under the names of the state_dict of the model that `build()` makes. `device`: where weights are quantized and the model
-    is afterwards; None: the CPU. `dtype`: of the dense model; None: the one in which a model of transformers was saved, or that
-    of the parameters that `build()` makes. `observers`: of an earlier `calibrate` of the same model.
+    directory: what transformers' save_pretrained wrote, or, with `build`, safetensors files (one, or shards with an index) with
+    the names of the state_dict of the model that `build()` makes. device: where weights are quantized and the model is
+    afterwards. Default: the CPU. dtype: of unquantized weights. Default: as saved, or as `build()` makes them. observers: of an
+    earlier `calibrate` of the same model.
 
-    `calibration`, `methods`, `blocks`, `resume`, `prefix`: as in `quantize_`. The weights of a model of transformers stay in
-    their files (what transformers merges or casts, and models that `build()` makes, are on the host), one block at a time is on
-    `device`, the data wait on the host; with `resume` finished blocks are views of their files too, so that no whole model,
-    dense or quantized, is in memory before the end.
+    calibration, methods, blocks, resume, prefix: as for `quantize_`. The weights of a transformers model stay in their files
+    (what transformers merges or casts, and models that `build()` makes, are in host memory), one block at a time is on
+    `device`, and activations wait in host memory; with `resume` finished blocks are memory-mapped too, so that the whole model
+    is never in memory before the end.
 
-    A folder that holds quantized weights, ours or another library's, is read as `load_pretrained` reads it: these weights stay
-    as they are, `config` is for those that are dense.
+    If the folder holds quantized weights, ours or another library's, they are loaded as by `load_pretrained`; `config` applies
+    to those that are not quantized.
 
-    Raises as `quantize_` does, ValueError where names or shapes do not fit, both before the first tensor is read, and for a
-    folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
+    Raises as `quantize_` does, ValueError if names or shapes do not fit, both before the first tensor is read, and for a folder
+    of quantized weights with nothing left to quantize; FileNotFoundError if there are no weights.
     """
     folder = Path(directory)
     run = partial(

@@ -65,26 +65,26 @@ def choose_(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Choice | tuple[Choice, ...]:
-    """Choose one of `options` for each layer, so that the model's predictions change least within a budget.
+    """Mixed precision: choose one of `options` for each layer, so that the model's predictions change least within a budget.
 
-    calibration: batches as `quantize_` takes them. options: configurations by name, or pairs (configuration, methods) with
-    the same methods in each, which then quantize a copy of the model per option; None leaves layers dense. budget:
-    `Bits(4.25)` (stored bits a parameter, all counted), `Bytes(n)` or `Microseconds(t, rows=1)`, each of the layers that
-    are chosen for alone; or several of them, whose choices share the pass over data, the quantized weights and what is
-    measured. filter_fn: which layers, as for `quantize_`. score: "fisher", or an earlier `Choice` of the same model and
-    options, whose scores are reused: another budget without another pass. groups: which layers take one option: labels by
-    full name of a weight, or a function of it; None ties layers that are joined into one matrix where a model is served and
-    those of one parent that read one tensor; {} ties none. measure: batches to measure by; None holds out every fourth of
-    the calibration's, or of a single batch's sequences. candidates: settings of one's own by name, which are
-    measured too and taken where they are best, whatever groups say: each gives the option of a weight by its full name, as a
-    mapping or a function.
-    seed: of the labels that are drawn. progress(what, done, total) is called after each batch.
+    calibration: batches as for `quantize_`. options: configurations by name, or pairs (configuration, methods) with the same
+    methods in each, which then quantize a copy of the model per option; None leaves layers unquantized. budget: `Bits(4.25)`
+    (average stored bits per parameter), `Bytes(n)` or `Microseconds(t, rows=1)`, each for the selected layers only; or several
+    of them, which share the pass over the data, the quantized weights and the measurements. filter_fn: selects layers, as for
+    `quantize_`. score: "fisher", or an earlier `Choice` of the same model and options, whose scores are reused: another budget
+    without another pass. groups: which layers share one option: labels by the full name of a weight, or a function of it; None
+    ties layers that servers merge into one matrix and those of one parent that read the same tensor; {} ties none. measure:
+    batches for evaluation; None holds out every fourth batch of the calibration data, or of a single batch's sequences.
+    candidates: your own assignments by name, which are measured too and chosen if they are best, regardless of groups: each
+    gives the option of a weight by its full name, as a mapping or a function. seed: of labels sampled from the model.
+    progress(what, done, total) is called after each batch.
 
-    The result's `plan` is what `quantize_` takes; of several budgets a tuple of results. The model stays as it is, bit for bit.
+    The result's `plan` is a configuration for `quantize_`; several budgets give a tuple of results. The model is unchanged, bit
+    for bit.
 
-    Raises ValueError without batches, for options that no layer takes, a budget out of the range of the options, layers
-    that data do not reach, gradients that are not finite, groups without a common option, candidates that give an option
-    which is none of a layer's, and names that are no weight's in either; TypeError for other kinds of arguments.
+    Raises ValueError without batches, for options that apply to no layer, a budget out of the range of the options, layers that
+    data do not reach, gradients that are not finite, groups without a common option, candidates with an option that a layer
+    does not have, and unknown names of weights in either; TypeError for other kinds of arguments.
     """
     configs, methods = checked_options(options)
     budgets = _checked_budgets(budget)

@@ -73,7 +73,7 @@ class Bits(_Stored):
 
 @dataclass(frozen=True)
 class Bytes(_Stored):
-    """Bytes of the weights that are chosen for."""
+    """Bytes of the selected weights."""
 
     bytes: int
 

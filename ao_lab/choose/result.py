@@ -50,11 +50,11 @@ class Trial:
 class Choice:
     """The configuration of each layer under a budget.
 
-    options: the configurations by name; methods: those to quantize with. source: which trial was taken: "mixed", "mixed,
-    corrected", or an option's name where that option for all layers was no worse. predicted: the sum of scores, measured:
-    the KL divergence in nats a prediction, both to the model as it was. bound: no choice within the budget has a smaller
-    sum of scores. frontier: (cost, sum of scores) of the best choices of all budgets, on their convex hull. budget, cost:
-    as texts.
+    options: the configurations by name; methods: those to quantize with. source: the trial that was chosen: "mixed", "mixed,
+    corrected", or the name of an option if that option for all layers was no worse. predicted: the sum of scores, measured: the
+    KL divergence in nats per prediction, both relative to the original model. bound: no choice within the budget has a smaller
+    sum of scores. frontier: (cost, sum of scores) of the best choices of all budgets, on their convex hull. budget, cost: as
+    texts.
     """
 
     options: Mapping[str, Config | None]

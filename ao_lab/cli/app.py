@@ -6,7 +6,7 @@ SIGTERM. A wrong input, a missing file or a missing library is one clear line; a
 because it is a fault to report.
 
 Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX. Packages
-above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `merge`, `corpus`, `pretrain`, `bench` and
+above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `merge`, `corpus`, `pretrain`, `bench-kernels` and
 `ledger` are those of the experiments.
 """
 
@@ -19,7 +19,9 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.bench import command as bench_command
 from ao_lab.cli.compare import command as compare_command
+from ao_lab.cli.eval import command as eval_command
 from ao_lab.cli.options import (
     CALIBRATION,
     CORPUS,
@@ -44,6 +46,7 @@ from ao_lab.cli.terminal import (
     heeding_sigterm,
     leave,
     printable,
+    quiet_imports,
 )
 from ao_lab.install.extras import MissingExtra, explained
 
@@ -381,75 +384,9 @@ def probe(
         run_probe(model_dir, wanted, as_json)
 
 
-@app.command("eval")
-def evaluate(
-    model_dir: Annotated[
-        Path,
-        typer.Argument(help="Model folder, quantized (ao_lab, compressed-tensors, torchao, ...) or not."),
-    ],
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tasks",
-            help="perplexity, accuracy, agreement, weights, or tasks of lm-evaluation-harness; comma-separated or repeated.",
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Number of sequences (and of examples per harness task).")] = 32,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. Default: 512, or the model's context if shorter.")
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="A text file, or wikitext2 with --corpus-path. Default: Python source code of sympy."
-        ),
-    ] = None,
-    corpus_path: Annotated[
-        Path | None,
-        typer.Option(help=CORPUS),
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Harness: few-shot examples. Default: that of the task.")
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Harness: batch size, a number, auto or auto:N. Default: 1.")
-    ] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Harness: apply the tokenizer's chat template.")
-    ] = False,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Harness: folder with additional tasks (YAML).")
-    ] = None,
-    against: Annotated[Path | None, typer.Option(help="Folder of the base model to compare with.")] = None,
-    device: OnDevice = None,
-    save: Annotated[
-        bool, typer.Option("--save", help="Write eval.json, and add the results to the model card.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Evaluate: perplexity, accuracy, KL divergence from the base model (offline); lm-evaluation-harness tasks if installed."""
-    from ao_lab.cli.terminal import work
-
-    with work("eval", "no result was saved", as_json):
-        from ao_lab.cli.evaluate import run_eval
-        from ao_lab.eval import HarnessOptions
-
-        run_eval(
-            model_dir,
-            [name for given in tasks or [] for name in given.split(",") if name],
-            limit=limit,
-            length=length,
-            text=text,
-            corpus=corpus_path,
-            harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path),
-            against=against,
-            device=device.value if device else None,
-            save=save,
-            as_json=as_json,
-        )
-
-
+app.command("eval")(eval_command)
 app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 
 
 @app.command()
@@ -552,7 +489,7 @@ def options(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
-        with heeding_sigterm():
+        with heeding_sigterm(), quiet_imports():
             return int(app(args=arguments, standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):
         return complain("stopped", INTERRUPTED)

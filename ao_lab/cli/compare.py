@@ -28,8 +28,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG]...",
-            help="What is compared: a configuration (ao-lab configs), 'NAME key=value ...', a scheme (ao-lab schemes), or a "
-            "folder with a quantized version of the model. Default: seven usual configurations.",
+            help="Configurations to compare: names (ao-lab configs), 'NAME key=value ...', a scheme (ao-lab schemes), or a "
+            "folder with a quantized version of the model. Default: seven common configurations.",
         ),
     ] = None,
     configs: Annotated[
@@ -37,7 +37,7 @@ def command(
         typer.Option(
             "--configs",
             "--config",
-            help="The same as an option: names with commas between, or several times.",
+            help="The same as an option; comma-separated or repeated.",
         ),
     ] = None,
     text: Annotated[
@@ -45,34 +45,32 @@ def command(
         typer.Option(
             "--eval",
             metavar="TEXT",
-            help="The text that is measured on: a file, or wikitext2 with --corpus-path. Default: Python source, of sympy.",
+            help="Evaluation text: a file, or wikitext2 with --corpus-path. Default: Python source code of sympy.",
         ),
     ] = None,
     corpus_path: CorpusPath = None,
     calibration: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="A text file (or wikitext2) that methods read the inputs of layers from."
-        ),
+        typer.Option(metavar="TEXT", help="Calibration data for methods: a text file, or wikitext2."),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="How codes are found, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
+        typer.Option(help="Quantization algorithm, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
     ] = None,
-    calibration_windows: Annotated[int, typer.Option(help="Windows of the calibration text.")] = 128,
-    limit: Annotated[int, typer.Option(help="Windows of text that are measured.")] = 32,
+    calibration_windows: Annotated[int, typer.Option(help="Number of calibration sequences.")] = 128,
+    limit: Annotated[int, typer.Option(help="Number of evaluation sequences.")] = 32,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a window. Default: 512, or the model's context if shorter.")
+        int | None, typer.Option(help="Tokens per sequence. Default: 512, or the model's context if shorter.")
     ] = None,
     new_tokens: Annotated[
-        int, typer.Option(help="Tokens of generate() that are timed; 0 leaves speed and memory out.")
+        int, typer.Option(help="Tokens of the timed generate() call; 0 skips speed and memory.")
     ] = 32,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             "-o",
-            help="A folder for the results, the table and the picture; the same command goes on where one was stopped.",
+            help="A folder for the results, the table and the picture; after an interruption the same command resumes there.",
         ),
     ] = None,
     device: OnDevice = None,

@@ -148,9 +148,17 @@ def plain(reason: str) -> str:
 
 
 def in_words(reasons: Sequence[str]) -> str:
-    """The first reasons, and how many more there are."""
-    more = f"; and {len(reasons) - MOST} more like these" if len(reasons) > MOST else ""
-    return "; ".join(dict.fromkeys(map(plain, reasons[:MOST]))) + more
+    """The first reasons, each with the first layer that it is of, and how many more there are."""
+    groups: dict[str, list[str]] = {}
+    for reason in map(plain, reasons):
+        name, colon, why = reason.partition(": ")
+        groups.setdefault(why if colon else reason, []).append(name if colon else "")
+    told = [
+        f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {why}" if names[0] else why
+        for why, names in groups.items()
+    ]
+    more = f"; and {len(told) - MOST} other reasons" if len(told) > MOST else ""
+    return "; ".join(told[:MOST]) + more
 
 
 def ways_out(model: nn.Module, reasons: Sequence[str], skip: Sequence[str]) -> str:
@@ -237,6 +245,8 @@ def select_sparse_layout(config: Config, sparsity: str, layout: str) -> Selected
     return SelectedLayout(OWN, sparse, (CHANGE.format(sparsity),) if layout != OWN else ())
 
 
+#: Where advice begins that is for Python alone.
+PYTHON_ADVICE = "; your own filter_fn "
 #: What pruning leaves where --skip does not say it, as papers do.
 HEAD = ("lm_head",)
 
@@ -310,9 +320,8 @@ class SkippedLayers:
         refused = f"{layer.kind}: {kinds}"
         if skipped:
             refused = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
-        return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
-            "refused by filter_fn", refused
-        )
+        reason = layer.reason.partition(PYTHON_ADVICE)[0]
+        return reason.replace("accepted by filter_fn", layer.kind).replace("refused by filter_fn", refused)
 
     def check(self) -> None:
         """WrongInput for names that were given and that no layer has."""

@@ -121,6 +121,30 @@ def plot_schemes(
         _write(out, lambda: plot.schemes(None, found, theme=theme.value), what, as_json, {"schemes": told})
 
 
+@app.command("comparison")
+def plot_comparison(
+    file: Annotated[
+        Path, typer.Argument(help="comparison.json, or the folder that ao-lab compare --out wrote.")
+    ],
+    out: Out,
+    theme: Look = ThemeName.LIGHT,
+    as_json: AsJson = False,
+) -> None:
+    """Loss against size of configurations that ao-lab compare has measured."""
+    path = file / "comparison.json" if file.is_dir() else file
+    if not path.is_file():
+        raise WrongInput(f"{path} is no file; ao-lab compare MODEL_DIR --out DIR writes one")
+
+    def draw() -> Figure:
+        import json
+
+        from ao_lab.measure.comparison import Comparison
+
+        return Comparison.from_dict(json.loads(path.read_text(encoding="utf-8"))).plot(theme=theme.value)
+
+    _write(out, draw, f"Loss against size of the configurations of {path}.", as_json)
+
+
 def check(out: Path) -> None:
     """WrongInput where the figure could not be written, before it is drawn."""
     from ao_lab.plot.style import FILES

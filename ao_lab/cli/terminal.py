@@ -62,10 +62,34 @@ def console() -> Console:
     return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
 
 
-def log_to_stderr(verbose: int) -> None:
-    """Show what the logger "ao_lab" says: steps, or from 2 on details as well; a second call changes the level alone."""
+#: Loggers of libraries that warn, while transformers imports them, of parts that ao_lab does not use: torchao's kernels that
+#: this machine cannot load, and how torchao registers its enumerations.
+OTHERS = ("torchao", "torch.utils._pytree")
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Errors alone of OTHERS, unless the command line asks for more (-v); their levels come back."""
     import logging
 
+    loggers = [logging.getLogger(name) for name in OTHERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.level, logging.ERROR))
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def log_to_stderr(verbose: int) -> None:
+    """Show what the logger "ao_lab" says: steps, or from 2 on details as well; a second call changes the level alone. Warnings
+    of OTHERS are shown again."""
+    import logging
+
+    for name in OTHERS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
     logger = logging.getLogger("ao_lab")
     if not logger.handlers:
         handler = logging.StreamHandler()

@@ -36,13 +36,13 @@ WAY_OUT = (
 
 
 def export_executorch(model: nn.Module, args: Sequence[Any], path: str | Path) -> Path:
-    """Write a model as a program (.pte) that ExecuTorch runs on a CPU by XNNPACK.
+    """Export a model as a program (.pte) that ExecuTorch runs on a CPU with XNNPACK.
 
-    model: float32, in evaluation mode; its linear layers dense, or symmetric int4 (groups, or rows, of a multiple of 32) or
-    int8 (rows) by int8 inputs with a zero point a token. args: inputs of one call, of the shapes and dtypes that
-    the program takes.
+    model: float32, in evaluation mode; linear layers unquantized, or symmetric int4 (groups of a multiple of 32, or per
+    channel) or int8 (per channel) with dynamic int8 activations with a zero point per token. args: inputs of one call, of the
+    shapes and dtypes that the program takes.
 
-    TypeError for what is no module; ValueError, with the layer and what would work, for any other quantized weight, and for
+    TypeError for anything but a module; ValueError, with the layer and what would work, for any other quantized weight, and for
     other dtypes.
     """
     check_model(model)

@@ -43,13 +43,13 @@ class MlxFolder(NamedTuple):
 
 
 def save_mlx(model: nn.Module, folder: str | Path) -> MlxFolder:
-    """Write model.safetensors and config.json of a transformers model as mlx-lm has them; tokenizer files are not touched.
+    """Save model.safetensors and config.json of a transformers model for mlx-lm; tokenizer files are not touched.
 
-    model: its linear layers (N, K) dense or quantized: integers of 1 to 8 bits with or without zero points, in blocks along K
-    of a multiple of 32, or MXFP4 and MXFP8 E4M3. Scales and biases are float32. MX values are equal bit for bit; integers are
-    within two roundings of float32 of `dequantize`, since mlx adds a bias where the zero point is subtracted here.
+    model: linear layers (N, K) unquantized or quantized: integers of 1 to 8 bits with or without zero points, in blocks along K
+    of a multiple of 32, or MXFP4 and MXFP8 E4M3. Scales and biases are float32. MX values are bitwise equal; integers are
+    within two float32 roundings of `dequantize`, since mlx adds a bias instead of subtracting a zero point.
 
-    TypeError for what is no module; ValueError, before anything is written, for other weights, with what would work.
+    TypeError for anything but a module; ValueError, before anything is written, for other weights, with what would work.
     """
     check_model(model)
     config = configuration_of(model)

@@ -313,13 +313,13 @@ def fuse_pair(graph: Graph, product: Product, first: Node, second: Node, order: 
 
 
 def compile_options() -> dict[str, Any]:
-    """Options of `torch.compile` (backend "inductor") with which a model of our weights generates fastest.
+    """Options for `torch.compile` (backend "inductor") with which a model with our weights generates fastest.
 
-    Products of one input are fused. On GPUs that can (Hopper and later), what the compiler writes may begin while the kernel
-    in front of it ends, as our kernels do (programmatic dependent launch), where this version of torch has a setting for that
-    and no product's inputs have more than 32 rows (a compiled gradient of a weight counts its own); that its kernels wait for
-    what they read is then the compiler's care. The options are for `options=`, behind which torch puts its own back: set for a
-    whole process, dependent launches stay as the last program left them.
+    Matmuls with the same input are fused. On Hopper and later GPUs, kernels that the compiler generates may start while the
+    previous kernel ends, as our kernels do (programmatic dependent launch), if this version of torch has a setting for it and
+    no matmul's input has more than 32 tokens (a compiled weight gradient counts its own); the compiler then inserts the waits.
+    Pass them as `options=`, after which torch restores its own; if they are set for a whole process, dependent launches stay as
+    the last program left them.
     """
     import torch._inductor.config as inductor
 

@@ -113,34 +113,33 @@ class GenerationSettings:
 
 
 def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = None) -> GenerationSettings:
-    """Let a transformers model's `generate()` run compiled with `compile_options`, in place: what has been set.
+    """Let a transformers model's `generate()` run compiled with `compile_options`, in place; returns what was set.
 
-    Sets `cache_implementation` to "static" (a fixed one that is set already stays) and `compile_config` in
-    `model.generation_config`, where every later call of `generate` finds them; arguments of a call go before them. CUDA graphs
-    are on unless a mode of the compile_config that is there has none; its other fields and options stay. Weights are not
-    touched, so it may be called before or after `quantize_`, and again: a second call changes nothing, and nothing is compiled
-    anew.
+    Sets `cache_implementation` to "static" (another fixed-size cache that is set already is kept) and `compile_config` in
+    `model.generation_config`, which every later call of `generate` uses; arguments of a call take precedence. CUDA graphs are
+    on unless the mode of an existing compile_config disables them; its other fields and options are kept. Weights are not
+    changed, so call it before or after `quantize_`; a second call changes nothing, and nothing is compiled again.
 
-    A static cache takes no assisted generation before transformers 5.24, and no cache of the caller's (`past_key_values`, or
-    `cache`): `generate(cache_implementation=None)` does not use it for one call.
+    A static cache does not support assisted generation before transformers 5.24, nor a cache of the caller's
+    (`past_key_values`, or `cache`): `generate(cache_implementation=None)` does not use it for one call.
 
-    `save_pretrained`, ours and transformers', writes the generation_config: the cache with it, the compile_config never. So a
-    model that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this
-    again after loading. To save what was set before, put `before` of the result back into
-    `model.generation_config.cache_implementation` first. Pickle and `torch.save` keep the options too.
+    `save_pretrained`, ours and transformers', saves the generation_config with the cache and never the compile_config. So a
+    loaded model has the static cache, which transformers compiles on a GPU without our options; call this again after loading.
+    To save the previous setting, first put `before` of the result back into `model.generation_config.cache_implementation`.
+    Pickle and `torch.save` keep the options too.
 
-    Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
-    that (`ao_lab.compile.generation`). frozen: all modules are, which saves host time at every token. From the first call of
-    `generate` on no weight is exchanged then, no mode or layer changed, nothing quantized, no module sets an attribute of its
-    own in forward that a later call reads; what is would go unseen and the results be wrong. Hooks that are
-    added after that call go unseen in either case, as torch.compile does not look for them. Each frozen model has
-    programs of its own, one that was unpickled too; a deep copy of one shares them, and is as little to be changed.
-    `torch.compiler.reset()` lets the next call see it.
+    Before each token torch checks guards on all modules and weights; parts of quantized weights are excluded from them
+    (`ao_lab.compile.generation`). frozen: exclude all modules, which saves host time at every token. From the first call of
+    `generate` on, weights, modes and layers must then not be changed, nothing quantized, and no module may set an attribute in
+    forward that a later call reads; changes would go unnoticed and results be wrong. Hooks that are added after that call go
+    unnoticed in either case, as torch.compile does not look for them. Each frozen model has programs of its own, also after
+    unpickling; a deep copy shares them, and must not be changed either. `torch.compiler.reset()` makes the next call see
+    changes.
 
-    kv_cache: a recipe of `ao_lab.use_kv_cache_`, which is called with it: "bfloat16" for our attention over a cache as it is,
-    "fp8", "int8", "int4" and others for a smaller one. None leaves the cache as it is.
+    kv_cache: a recipe for `ao_lab.use_kv_cache_`: "bfloat16" for our attention with an unquantized cache, "fp8", "int8", "int4"
+    and others for a smaller one. None leaves the cache as it is.
 
-    TypeError for a model without generation_config, and where frozen is no bool. ValueError for a cache that transformers does
+    TypeError for a model without generation_config, and if frozen is not a bool. ValueError for a cache that transformers does
     not compile, and for another backend than "inductor".
     """
     if not isinstance(frozen, bool):

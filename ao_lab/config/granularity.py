@@ -32,7 +32,7 @@ class PerToken:
 
 @dataclass(frozen=True)
 class PerAxis:
-    """One scale per entry of an axis; axis 0 of a weight is its rows."""
+    """One scale per index of an axis; axis 0 of a weight: per output channel."""
 
     axis: int
 
@@ -46,7 +46,7 @@ class PerGroup:
 
 @dataclass(frozen=True)
 class PerBlock:
-    """One scale per block of these rows and columns."""
+    """One scale per two-dimensional block, PerBlock((rows, columns))."""
 
     block_size: tuple[int, ...]
 

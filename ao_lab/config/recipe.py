@@ -26,7 +26,7 @@ ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a layer runs."""
+    """How a layer runs: schemes of weight and activations, and the kernel."""
 
     weight: Scheme
     #: Scheme of the input, found anew for each input unless the weight brings static scales; None: left as it is.

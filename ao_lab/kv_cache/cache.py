@@ -150,10 +150,11 @@ def _heads(config: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class KVCacheSettings:
-    """What `use_kv_cache_` has set; as a string, in a sentence.
+    """What `use_kv_cache_` has set; str() describes it in a sentence.
 
-    recipe: of the cache. attention: the model's attention before. bytes_per_token, bytes_beside: of all layers that are stored
-    by it, for one sequence: what grows, and the tokens that are read as computed. reader: what a GPU decodes it by.
+    recipe: of the cache. attention: the model's attention implementation before. bytes_per_token, bytes_beside: over all layers
+    that use the recipe, for one sequence: the part that grows, and the tokens that are kept unquantized. reader: the kernel
+    that decodes from it on a GPU.
     """
 
     recipe: KVRecipe
@@ -178,20 +179,20 @@ class KVCacheSettings:
 
 
 def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
-    """Let a transformers model's `generate()` store keys and values by a recipe, in place: what has been set.
+    """Let a transformers model's `generate()` store its KV cache by a recipe, in place; returns what was set.
 
-    recipe: a `KVRecipe`, a name of `RECIPES`, "calibrated" for the static scales that a model has from calibration (`StaticKV`)
-    or from a folder's kv_cache_scheme, or None, which gives back what was before. The cache has a fixed size, that of
-    the call's longest sequence, and is compiled as transformers' static one is; "bfloat16" stores what the model computes and
-    lets transformers' compiled decoding use our attention. A call with a cache of its own (`past_key_values=`), another
-    `cache_implementation` than "static", or `use_cache=False` goes as before. Again with another recipe: the last one counts.
+    recipe: a `KVRecipe`, a name of `RECIPES`, "calibrated" for static scales from calibration (`StaticKV`) or from a folder's
+    kv_cache_scheme, or None, which restores the previous state. The cache has a fixed size, that of the call's longest
+    sequence, and is compiled like transformers' static cache; "bfloat16" stores keys and values unquantized and lets
+    transformers' compiled decoding use our attention. Calls with a cache of their own (`past_key_values=`), another
+    `cache_implementation` than "static", or `use_cache=False` are unchanged. A second call replaces the recipe.
 
-    Batches may be padded on either side; beams, sampling, assisted generation, grouped queries, encoder-decoder models and
-    heads split over processes are covered. Weights are not touched, so it may be called before or after `quantize_`.
-    `save_pretrained` writes nothing of it.
+    Supported: batches padded on either side, beam search, sampling, assisted generation, grouped-query attention,
+    encoder-decoder models, and heads split over processes. Weights are not changed, so call it before or after `quantize_`.
+    `save_pretrained` does not save it.
 
-    TypeError for a model that does not generate. ValueError for an unknown recipe, for one that the model's heads cannot take
-    (nothing has changed then), and for a model whose attention takes no function of ours.
+    TypeError for a model that does not generate. ValueError for an unknown recipe, for one that the model's heads do not
+    support (nothing has changed then), and for a model whose attention implementation cannot be replaced.
     """
     if not hasattr(model, "generate") or not hasattr(model, METHOD):
         raise TypeError(
@@ -234,7 +235,7 @@ def _check_attention(model: Any) -> None:
         if hasattr(module, "expand_kv"):
             raise ValueError(
                 f"{name} of {type(model).__name__} stores latent states and multiplies them after the cache, which a "
-                "cache in low precision does not give back; use transformers' own cache"
+                "low-precision cache does not support; use transformers' own cache"
             )
 
 

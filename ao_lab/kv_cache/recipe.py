@@ -38,18 +38,17 @@ NF4 = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class KVRecipe:
-    """How keys and values are stored.
+    """How keys and values are stored in a cache.
 
-    key, value: a scheme by name or record; None: unquantized. key_axis, value_axis: what its blocks lie along,
-    -1 head_dim, -2 tokens (a scale per channel: KIVI). rotate: queries and keys are rotated by a Hadamard transform of head_dim
-    (scores are unchanged), which spreads outlier channels. residual, sinks: how many of the last and of the
-    first tokens are kept unquantized, in the model's dtype; with blocks along tokens those of the
-    open group are too. Sinks are positions: of a sequence that is padded on the left they are padding. static: scales are not
-    taken of each token but those that calibration found or a folder holds (`cache_scales(model)`), of a head or of all heads;
-    larger values saturate.
+    key, value: a scheme by name or record; None: unquantized. key_axis, value_axis: the axis of its blocks, -1 head_dim, -2
+    tokens (a scale per channel: KIVI). rotate: queries and keys are rotated by a Hadamard transform of head_dim (scores are
+    unchanged), which spreads outlier channels. residual, sinks: how many of the last and of the first tokens are kept
+    unquantized, in the model's dtype; with blocks along tokens, also those of the incomplete block. Sinks are positions: in a
+    left-padded sequence they are padding. static: scales are not computed per token but found by calibration or stored in a
+    folder (`cache_scales(model)`), per head or for all heads; larger values saturate.
 
     ValueError for unknown schemes, for a scale of the whole tensor or blocks of two axes (a cache grows token by token), for
-    blocks along tokens of several lengths, and for static scales of schemes with more than one scale a token.
+    blocks along tokens of several lengths, and for static scales of schemes with more than one scale per token.
     """
 
     key: str | Scheme | None = None

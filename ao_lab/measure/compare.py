@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +112,7 @@ def compare(
     batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
     conditions = {
         **conditions_of(source, windows, reading),
+        "weights": fingerprint(model),
         "device": describe(where),
         "new_tokens": new_tokens,
         "methods": [repr(one) for one in asked],
@@ -134,7 +136,7 @@ def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, 
     if not pairs:
         raise WrongInput("compare takes one configuration or more, such as 'Int4WeightOnlyConfig'")
     if twice := [name for name in names if names.count(name) > 1 or name == BASE]:
-        raise WrongInput(f"{twice[0]!r} names two rows; give each configuration once, or names of your own")
+        raise WrongInput(f"{twice[0]!r} is given twice; give each configuration once, or use your own names")
     return {name: configuration(one) for name, one in pairs}
 
 
@@ -192,11 +194,9 @@ def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mappi
     static = [name for name, config in wanted.items() if observes(config)]
     if (reading or static) and calibration is None:
         what = f"--method {reading[0]}" if reading else static[0]
-        raise WrongInput(f"{what} reads the inputs of layers; give --calibration TEXT, a file of text")
+        raise WrongInput(f"{what} needs calibration data; give --calibration TEXT, a text file")
     if calibration is not None and not reading and not static:
-        raise WrongInput(
-            "--calibration is for methods that read it; give --method, clip and gptq, for instance"
-        )
+        raise WrongInput("--calibration is used by methods only; give --method too, such as clip or gptq")
 
 
 def observes(config: object) -> bool:
@@ -210,12 +210,12 @@ def check_model_folder(model: str | Path | nn.Module) -> None:
 
     if isinstance(model, nn.Module):
         if any(isinstance(one, QuantizedTensor) for one in model.parameters()):
-            raise WrongInput("the model is quantized already; give the dense one that it was made of")
+            raise WrongInput("the model is quantized already; give its unquantized base model")
         return
     check_folder(Path(model))
     if is_quantized(Path(model)):
         raise WrongInput(
-            f"{model} is quantized already; give the dense model that it was made of, and this folder among the configurations"
+            f"{model} is quantized already; give its unquantized base model, and this folder among the configurations"
         )
 
 
@@ -226,6 +226,28 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
         ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
     )
     return [*told, f"Comparable with {source.compares}."]
+
+
+#: Elements of each parameter, and bytes at each end of each file, that tell weights apart.
+SAMPLED, ENDS = 64, 65536
+
+
+def fingerprint(model: str | Path | nn.Module) -> str:
+    """What tells other weights of the same name apart: a hash of pieces of a folder's files, or of a model's parameters."""
+    found = hashlib.sha256()
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy()
+            found.update(name.encode() + sample.tobytes())
+        return found.hexdigest()[:16]
+    for path in sorted(Path(model).glob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
+            with path.open("rb") as file:
+                found.update(path.name.encode() + str(path.stat().st_size).encode() + file.read(ENDS))
+                file.seek(max(0, path.stat().st_size - ENDS))
+                found.update(file.read(ENDS))
+    return found.hexdigest()[:16]
 
 
 def describe(device: str) -> str:

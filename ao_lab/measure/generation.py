@@ -11,8 +11,11 @@ from torch import Tensor
 from ao_lab.measure.memory import synchronize
 
 
-def by_transformers(model: Any, prompt: Tensor, new: int) -> tuple[float, Tensor]:
-    """Seconds of transformers' `generate()` as it is called, greedy, no fewer or more than `new` tokens, and these tokens."""
+def by_transformers(model: Any, prompt: Tensor, new: int, **options: Any) -> tuple[float, Tensor]:
+    """Seconds of transformers' `generate()` as it is called, greedy, no fewer or more than `new` tokens, and these tokens.
+
+    options: of `generate()`, beside those that make it greedy and of that length.
+    """
     synchronize(prompt.device)
     started = time.perf_counter()
     made: Tensor = model.generate(
@@ -23,6 +26,7 @@ def by_transformers(model: Any, prompt: Tensor, new: int) -> tuple[float, Tensor
         min_new_tokens=new,
         # Named since transformers else speaks of it at every call.
         pad_token_id=0,
+        **options,
     )
     synchronize(prompt.device)
     return time.perf_counter() - started, made[:, prompt.shape[1] :]

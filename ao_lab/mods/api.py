@@ -49,14 +49,14 @@ def apply_mods_(
     *,
     example: Any = None,
 ) -> ModReport:
-    """Change a model by mods, in their order: names of `MODS`, or records.
+    """Change a model by mods, in the given order: names of `MODS`, or records.
 
-    filter_fn(module, name) selects among the modules that a mod matches (default: all). example: an input, or a
-    tuple of them, with which the model is run once where a mod asks which layers share an input (`join_siblings`).
-    Apply them before an optimizer is made and before `convert_for_training_` or `quantize_`, for whose filter the marks of
-    `..._in_16_bits` are (`ao_lab.mods.in_low_precision`).
+    filter_fn(module, name) selects among the modules that a mod matches. Default: all. example: an input, or a tuple of them,
+    with which the model is run once if a mod needs to know which layers share an input (`join_siblings`). Apply mods before
+    creating an optimizer and before `convert_for_training_` or `quantize_`, whose filter can use the marks of `..._in_16_bits`
+    (`ao_lab.mods.in_low_precision`).
 
-    Returns a `ModReport`. ValueError for an unknown mod, for none, for a mod that is there already, and where nothing would
+    Returns a `ModReport`. ValueError for an unknown mod, for none, for a mod that is applied already, and if nothing would
     change; TypeError for anything but a model. After an error nothing has changed.
     """
     check_model(model)
@@ -126,7 +126,7 @@ def places(model: nn.Module, siblings: Any = None) -> list[Place]:
 
 
 def undo_mods_(model: nn.Module, mods: str | Mod | Iterable[str | Mod] | None = None) -> tuple[str, ...]:
-    """Put back what mods (None: all) have changed; names of those modules.
+    """Undo mods (None: all); returns the names of the modules.
 
     Parameters of replaced modules are those from before; tables stay rounded. TypeError for anything but a model.
     """

@@ -19,6 +19,7 @@ from ao_lab.optim.slots import (
     begin_state,
     local,
     moment_of,
+    on_any_rank,
     place_of,
     put_moment,
     slot_of,
@@ -132,27 +133,42 @@ class LowBitOptimizer(Optimizer):
         steps = [(index, number, p) for index, number, p in self._numbered() if p.grad is not None]
         for _, number, p in steps:
             _check_gradient(p, number)
-            if self.nonfinite == "raise" and local(p).is_cpu and not _is_finite(_gradient(p)):
-                raise ValueError(
-                    f"the gradient of parameter {number} of shape {tuple(p.shape)} is not finite: nothing was changed; "
-                    f"skip the step, or give nonfinite='propagate' to have torch's behaviour"
-                )
+        if self.nonfinite == "raise":
+            self._raise_for_hosts(steps)
         return steps
+
+    def _raise_for_hosts(self, steps: list[Numbered]) -> None:
+        """ValueError where a gradient on a CPU is not finite, on this rank or another: all ranks leave the step out."""
+        hosts = [(number, p) for _, number, p in steps if local(p).is_cpu]
+        bad = [(number, p) for number, p in hosts if not _is_finite(_gradient(p))]
+        flag = torch.full((1,), float(bool(bad)))
+        if not on_any_rank(flag, [p for _, p in hosts]):
+            return
+        which = [f"parameter {number} of shape {tuple(p.shape)}" for number, p in bad] or [
+            "a parameter, on another rank,"
+        ]
+        raise ValueError(
+            f"the gradient of {which[0]} is not finite: nothing was changed; skip the step, or give nonfinite='propagate' to "
+            f"have torch's behaviour"
+        )
 
     def _skips(self, steps: list[Numbered]) -> dict[torch.device, torch.Tensor]:
         """Of each GPU 1 where a gradient there is not finite, else 0: the device leaves the step out, and nothing waits."""
         if self.nonfinite != "raise":
             return {}
-        gradients: dict[torch.device, list[torch.Tensor]] = {}
+        parameters: dict[torch.device, list[torch.Tensor]] = {}
         for _, _, p in steps:
-            grad = local(_gradient(p))
-            if not grad.is_cpu and grad.numel():
-                gradients.setdefault(grad.device, []).append(grad)
-        return {device: self._skip(device, part) for device, part in gradients.items()}
+            if not local(p).is_cpu:
+                parameters.setdefault(local(p).device, []).append(p)
+        return {device: self._skip(device, part) for device, part in parameters.items()}
 
-    def _skip(self, device: torch.device, gradients: list[torch.Tensor]) -> torch.Tensor:
-        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).float()
-        skip = (~torch.isfinite(largest).all()).float().reshape(1)
+    def _skip(self, device: torch.device, parameters: list[torch.Tensor]) -> torch.Tensor:
+        gradients = [grad for p in parameters if (grad := local(_gradient(p))).numel()]
+        skip = torch.zeros(1, device=device)
+        if gradients:
+            largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).float()
+            skip = (~torch.isfinite(largest).all()).float().reshape(1)
+        skip = on_any_rank(skip, parameters)
         if device not in self._left_out:
             self._left_out[device] = torch.zeros(1, device=device)
         self._left_out[device].add_(skip)

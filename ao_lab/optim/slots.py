@@ -8,6 +8,7 @@ codes and scales are sharded as the parameter is, and `torch.distributed.checkpo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -34,6 +35,22 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def on_any_rank(flag: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A flag of one element, in place the largest of all ranks that have a part of a parameter: each of them has to call it."""
+    groups: dict[str, tuple[Any, str]] = {}
+    for p in filter(is_sharded, parameters):
+        mesh = p.device_mesh  # type: ignore[attr-defined]
+        for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
+            if placement.is_shard():
+                group = mesh.get_group(axis)
+                groups[group.group_name] = group, mesh.device_type
+    for group, device in groups.values():
+        moved = flag.to(device)  # of offloaded parameters
+        torch.distributed.all_reduce(moved, torch.distributed.ReduceOp.MAX, group=group)
+        flag.copy_(moved)
+    return flag
 
 
 def states_for(p: torch.Tensor, states: States) -> States:
@@ -201,6 +218,7 @@ __all__ = [
     "begin_state",
     "local",
     "moment_of",
+    "on_any_rank",
     "place_of",
     "put_moment",
     "slot_of",

@@ -43,7 +43,7 @@ HYSTERESIS = 1.5
 
 @dataclass(frozen=True)
 class Policy:
-    """What `dispatch_` decided. others: uniform policies and LoKA's rule on the same measurements.
+    """The result of `dispatch_`. others: uniform policies and LoKA's rule on the same measurements.
 
     device: of the measurements. digest: of the names and shapes of the model's linear layers.
     """
@@ -147,19 +147,19 @@ def dispatch_(
 ) -> Policy:
     """Let each linear layer train with the recipe, and in the matmuls, that make a step fastest within an error budget.
 
-    sample_input: as `tune` takes it; a step on it gives inputs and gradients that times are measured with. report: of `probe_`,
-    or of `Probe.report` in training, with the recipes as candidates; its sites are the layers that are meant. recipes: None for
-    all candidates of the report. budget: what outputs may move by, in their standard deviations, over all layers. most_noise:
-    the largest error of a weight's gradient over its minibatch's noise. launches: how the model will run, as for `tune`.
-    confirm: whether whole steps are timed too, of the choice and of every other policy that the budget allows, in turn; the
-    quickest of them is taken. apply: whether layers are converted (`ao_lab.convert_from_training_` undoes it), or the policy
-    only decided. measure: what times layers; the default measures on the device, where kernels exist; a CPU only emulates.
+    sample_input: as for `tune`; a step on it gives the inputs and gradients that times are measured with. report: of `probe_`,
+    or of `Probe.report` in training, with the recipes as candidates; its sites are the layers to convert. recipes: None for all
+    candidates of the report. budget: largest acceptable change of the outputs, in their standard deviations, over all layers.
+    most_noise: largest error of a weight gradient over the noise of its minibatch. launches: how the model will run, as for
+    `tune`. confirm: also time whole steps, of the choice and of every other policy within the budget, interleaved, and take the
+    fastest. apply: convert the layers (`ao_lab.convert_from_training_` undoes it), or only decide. measure: a function that
+    times layers. Default: measured on the device, where kernels exist; a CPU only emulates.
 
-    Dense is an option of every layer and every uniform policy is one of the choices: on the same measurements none that the
-    budget allows is quicker. Nothing is measured again in training; `Policy.drifted` says by a later report when to.
+    Leaving a layer unconverted is always an option, and every uniform policy is among the choices: on the same measurements
+    none within the budget is faster. Nothing is measured again during training; `Policy.drifted` compares with a later report.
 
     ValueError for recipes without errors in the report, a report of another model, no common layers, budgets that are not
-    positive, and layers that train by a recipe already. After an error the model is as it was.
+    positive, and layers that train with a recipe already. After an error the model is unchanged.
     """
     check_model(model)
     if not budget > 0 or not most_noise > 0:
@@ -235,10 +235,10 @@ def room_of(report: ProbeReport, budget: float) -> float:
 
 
 def apply_policy_(model: nn.Module, policy: Policy, *, pad: bool = True) -> tuple[str, ...]:
-    """Let layers train as a policy says; names of those that are not dense.
+    """Let layers train by a policy; returns the names of those that are converted.
 
-    ValueError for a policy of another model, and for layers that train by a recipe already, dense ones of the policy included.
-    After an error nothing has changed.
+    ValueError for a policy of another model, and for layers that train with a recipe already, unconverted ones of the policy
+    included. After an error nothing has changed.
     """
     check_model(model)
     if policy.digest != model_digest(model):

@@ -40,18 +40,18 @@ def probe_(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ProbeReport:
-    """The error of each linear layer in each candidate, what that costs the model's outputs, and which layers are safe.
+    """The error of each linear layer in each candidate, its effect on the model's outputs, and which layers are safe.
 
-    batches: as `quantize_` takes calibration. candidates: names of training recipes ("rowwise"), schemes of weights ("nf4"), a
-    weight's and an input's ("int8_rowwise x int8_rowwise"), configurations; one, a list, or a mapping of names.
-    filter_fn: which linear layers. tokens: how many are sampled of each layer's inputs, at random over all batches. budget:
-    what the model's outputs may move by, in their standard deviations. directions: backward passes of one batch; more make
-    predictions from few examples sharper. measure: whether to run the model in each candidate too, on every fourth batch, which
-    then predicts nothing. outputs: finds the floats (examples, ...) that count in what the model returns; logits without it.
-    progress(what, done, total) is called after each batch.
+    batches: as calibration data for `quantize_`. candidates: names of training recipes ("rowwise"), weight schemes ("nf4"),
+    weight and activation schemes ("int8_rowwise x int8_rowwise"), or configurations; one, a list, or a mapping of names.
+    filter_fn: selects linear layers. tokens: number sampled from each layer's inputs, at random over all batches. budget:
+    largest acceptable change of the outputs, in their standard deviations. directions: backward passes per batch; more give a
+    better prediction from few examples. measure: also run the model in each candidate, on every fourth batch, which is then not
+    used for predictions. outputs: a function that finds the relevant floats (examples, ...) in what the model returns. Default:
+    its logits. progress(what, done, total) is called after each batch.
 
-    Raises ValueError without batches or layers, for layers that no data reach, and for NaN or infinity in inputs, outputs or
-    gradients; TypeError for other kinds of arguments. The model stays as it is, bit for bit, after an error too.
+    Raises ValueError without batches or layers, for layers that data do not reach, and for NaN or infinity in inputs, outputs
+    or gradients; TypeError for other kinds of arguments. The model is unchanged, bit for bit, after an error too.
     """
     tokens, directions = index(tokens), index(directions)
     if tokens < 2 or directions < 1 or not budget > 0:

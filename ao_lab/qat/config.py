@@ -60,7 +60,7 @@ EMBEDDING = r"re:(?:.*\.)?(?:embed_tokens|tok_embeddings)"
 
 
 def llama32_configs(group_size: int = 32) -> dict[str, Config]:
-    """What the layers become, by patterns of names; activations have a zero point per token, weights have none."""
+    """The configurations of Llama 3.2, by patterns of names; activations have a zero point per token, weights have none."""
     blocks = Int8DynamicActivationIntxWeightConfig(
         weight_dtype="int4", weight_granularity=PerGroup(group_size)
     )
@@ -72,10 +72,10 @@ def llama32_configs(group_size: int = 32) -> dict[str, Config]:
 def llama32_qat(
     step: str = "prepare", *, lora: LoRA | None = None, group_size: int = 32, learn_scales: bool = False
 ) -> FqnToConfig:
-    """The Llama 3.2 scheme for `quantize_`, in either step; every one of the three patterns must match something.
+    """The Llama 3.2 QAT scheme for `quantize_`, in either step; each of its three patterns must match something.
 
-    lora: the second round. Blocks get adapters; classifier and embedding are quantized and frozen alone. A classifier that is
-    tied to the embedding stays tied in both rounds: one weight, 8-bit per row of the vocabulary, which both have.
+    lora: the second round. Blocks get adapters; classifier and embedding are only quantized and frozen. A classifier that is
+    tied to the embedding stays tied in both rounds: one weight, 8 bits with a scale per row of the vocabulary, which both have.
     """
 
     def of(name: str, config: Config) -> QATConfig:
@@ -134,9 +134,9 @@ class LoRA:
 
 @dataclass(frozen=True)
 class QATConfig(Config, registered=False):
-    """Train for a configuration, or end the training; see the module text.
+    """Quantization-aware training for a configuration: step "prepare" starts it, step "convert" ends it; see the module text.
 
-    In place of base_config step "prepare" takes weight_config and activation_config: schemes, by name or record.
+    Instead of base_config, step "prepare" takes weight_config and activation_config: schemes, by name or record.
     """
 
     base_config: Config | None = None

@@ -36,7 +36,7 @@ def _refuse(owner: object, **given: tuple[Any, Any, str]) -> None:
     for name, (value, default, instead) in given.items():
         if value != default:
             raise ValueError(
-                f"{type(owner).__name__}: {name}={value!r:.60} has no meaning in ao_lab; leave it out"
+                f"{type(owner).__name__}: {name}={value!r:.60} is not supported in ao_lab; omit it"
                 f"{instead and ': '}{instead}"
             )
 
@@ -282,7 +282,7 @@ def translated(recipe: Any) -> Translated:
         return _of_torchao(parts[0])
     if any(isinstance(one, CONFIGS) for one in parts):
         raise ValueError(
-            "a configuration of torchao stands alone; give methods=(AWQ(), GPTQ()) to quantize_ for several"
+            "a configuration of torchao cannot be combined; give methods=(AWQ(), GPTQ()) to quantize_ for several"
         )
     quantizing = [one for one in parts if isinstance(one, QuantizationModifier)]
     if len(quantizing) != 1:

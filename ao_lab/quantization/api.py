@@ -355,7 +355,7 @@ def _prepare(plan: QuantizationPlan, quantizing: dict[int, Change]) -> None:
         if key not in quantizing:
             prepare(change)
             plan.reasons.update(
-                dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it")
+                dict.fromkeys(change.layers, "inputs are observed; step='convert' quantizes it")
             )
 
 
@@ -475,11 +475,11 @@ def calibrate(
     forward_loop: ForwardLoop,
     filter_fn: Filter | None = None,
 ) -> dict[str, Observer]:
-    """Run `forward_loop(model)` and return what watched each layer that needs it, by the weight's full name.
+    """Run `forward_loop(model)` and return the observers of each layer that needs them, by the weight's full name.
 
-    The model is as before, also after an exception. `quantize_(model, config, filter_fn, observers=...)` takes the result.
-    Gradients, train or eval mode and the number of samples are the loop's affair. ValueError where nothing needs to be watched,
-    TypeError for a forward_loop that is no function (batches, for instance).
+    The model is unchanged afterwards, also after an exception. Pass the result to `quantize_(model, config, filter_fn,
+    observers=...)`. The loop decides about gradients, train or eval mode and the number of samples. ValueError if no layer
+    needs an observer, TypeError for a forward_loop that is not a function (batches, for instance).
     """
     return calibrated(planned(model, config, filter_fn, watching=True), model, forward_loop)
 

@@ -217,7 +217,7 @@ def _check_sparse(
     why = reason or unstorable(dense, recipe, axis) or not_sparse(dense, recipe)
     if why is not None:
         raise ValueError(
-            f"{full}: {why}. quantize_ changed nothing; leave sparsity out, or this layer by filter_fn"
+            f"{full}: {why}. quantize_ changed nothing; leave sparsity out, or exclude this layer with filter_fn"
         )
 
 

@@ -75,7 +75,7 @@ SLOWER = "dequantize, slower than bfloat16"
 
 @dataclass(frozen=True)
 class Layer(LayerLine):
-    """One parameter that can be quantized."""
+    """One line of a report: a parameter that can be quantized."""
 
     #: Schemes as text; "" where it is dense.
     scheme: str
@@ -123,7 +123,7 @@ def first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Report(ModelReport[Layer]):
-    """Every layer of a model that `quantize_` looked at, in the order of its modules."""
+    """Every layer of a model that `quantize_` considered, in the order of its modules."""
 
     #: What `use_kv_cache_` set, as text; "" where generate() has transformers' own cache.
     kv_cache: str = ""
@@ -232,7 +232,7 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     computed = (
         unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
     )
-    reason = reasons.get(full, computed or "never given to quantize_")
+    reason = reasons.get(full, computed or "quantize_ was not called for it")
     if isinstance(module, ConvertedModule):
         reason = module.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)

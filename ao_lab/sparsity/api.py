@@ -42,28 +42,28 @@ def sparsify_(
     offload: bool = False,
     progress: Progress | None = None,
 ) -> SparsityReport:
-    """Prune linear layers of `model` as `config` says; the report lists each layer, pruned or left, with its reason.
+    """Prune linear layers of `model` in place, as `config` says; the report lists each layer, pruned or left, with its reason.
 
-    Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are. With
-    SparsityConfig(storage="compressed") they become frozen parameters in 2:4 storage, for inference (weights that are 2:4
-    already are compressed as they are by score "magnitude"); to quantize as well, prune dense and give quantize_'s
-    configuration sparsity="2:4". filter_fn(module, name) selects linear layers. Default: all nn.Linear (and
-    transformers' Conv1D) inside the model's lists of blocks, or of the whole model where it has none; routers of experts stay
-    dense. A weight that a layer shares with one that is not pruned becomes its own.
+    Weights stay dense tensors with zeros; parameters, names and hooks stay the same. With SparsityConfig(storage="compressed")
+    they become frozen parameters in 2:4 storage, for inference (with score "magnitude", weights that are 2:4 already are only
+    compressed). To quantize as well, prune with storage "dense" and give quantize_'s configuration sparsity="2:4".
+    filter_fn(module, name) selects linear layers. Default: all nn.Linear (and transformers' Conv1D) in the model's lists of
+    blocks, or of the whole model if it has none; routers stay dense. A weight that is shared with a layer that is not pruned
+    gets its own copy.
 
-    calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of arguments, or a mapping of
-    keywords of a call of the model). The blocks are walked in their order, and each is pruned with the inputs that the pruned
-    ones before it produce (`ao_lab.transforms.walk`); in eval mode, without gradients and caches. Inputs are summed per call,
-    so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
-    longest; "" takes the whole model as one. offload: inputs wait in host memory. progress(name, done, total) is called after
-    each weight. "sparsegpt" computes in float64.
+    calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of positional or a mapping of
+    keyword arguments of a call of the model). Blocks are processed in order, each with the inputs that the pruned blocks before
+    it produce (`ao_lab.transforms.walk`); in eval mode, without gradients and caches. Inputs are summed per call, so batches
+    are part of the result. blocks: name of the list of blocks. Default: the longest one; "" treats the whole model as one
+    block. offload: keep block inputs in host memory. progress(name, done, total) is called after each weight. "sparsegpt"
+    computes in float64.
 
-    Raises ValueError for scores without calibration and calibration without such a score, where no layer is selected, and for
-    selected layers that cannot be pruned: lengths that the pattern does not divide, weights that are sparse or quantized
-    already or cannot be written in place, batched experts that the filter accepts, layers outside of the blocks, or that no
-    data reach, or data that are not finite or have squares beyond float32; for batches and blocks that cannot be walked.
-    TypeError for another model or config. Nothing has changed then. After an error later than that (out of memory, sums that
-    overflow behind pruned blocks, an interruption) each weight is as it was or pruned; a note at the error says which.
+    Raises ValueError for scores without calibration and calibration without such a score, if no layer is selected, and for
+    selected layers that cannot be pruned: dimensions that the pattern does not divide, weights that are sparse or quantized
+    already or cannot be written in place, batched experts that the filter selects, layers outside of the blocks, or that no
+    data reach, or data that are not finite or whose squares overflow float32; for batches and blocks that are not supported.
+    TypeError for another model or config. Nothing has changed then. After a later error (out of memory, sums that overflow
+    after pruned blocks, an interruption) each weight is original or pruned; a note on the error says which.
     """
     check_model(model)
     if (transform := TRANSFORMS.of(config)) is not None:

@@ -320,7 +320,7 @@ def _walk_reason(target: Target, walked: tuple[str, ...] | None) -> str | None:
     if None in blocks:
         return (
             f"it is outside of the blocks ({walked[0]} and on) that calibration walks; prune it by magnitude in a call of its "
-            f"own, or give blocks='' to take the whole model as one block"
+            f"own, or give blocks='' to treat the whole model as one block"
         )
     return (
         None

@@ -37,15 +37,15 @@ def all_to_all_rows(
     gradient: str | Scheme | None = None,
     group: Any = None,
 ) -> torch.Tensor:
-    """Send rows of x to the ranks of a group, and receive theirs: shape (sum(receive), width), in x's dtype.
+    """Send rows of x to the ranks of a group, quantized, and receive theirs: shape (sum(receive), width), in x's dtype.
 
-    x: shape (sum(send), width), floating-point, the rows for rank 0 first. send, receive: rows for and from each rank.
-    scheme: how rows travel (None: as they are); its scales are of rows. gradient: how gradients of rows travel back (None: in
-    their dtype).
+    x: shape (sum(send), width), floating-point, the rows for rank 0 first. send, receive: numbers of rows for and from each
+    rank. scheme: of the rows that are sent (None: unquantized), with scales per row. gradient: scheme of their gradients (None:
+    unquantized).
 
-    ValueError for splits that are not the group's or not x's, for a scheme whose scales are not of rows alone, and where there
-    is no process group; TypeError for x that is no tensor and splits that are no integers. Nothing was sent then. Every rank
-    has to call it with the same schemes.
+    ValueError for splits that do not fit the group or x, for a scheme with scales over several rows, and without a process
+    group; TypeError for x that is not a tensor and splits that are not integers. Nothing was sent then. Every rank must call it
+    with the same schemes.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"all_to_all_rows takes a torch tensor, got {type(x).__name__}: {x!r:.60}")

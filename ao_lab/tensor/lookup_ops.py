@@ -32,13 +32,14 @@ def embedding_bag(
     padding: int | None = None,
     features: int = 1,
 ) -> torch.Tensor:
-    """Sums (or means) of rows of a quantized table, (bags, width) in the table's dtype; `reference.embedding_bag` has the rule.
+    """Sums (or means) of rows of a quantized embedding table, (bags, width) in the table's dtype; see
+    `reference.embedding_bag`.
 
-    ids: (n,) integers; offsets: (bags,) integers, where bags begin; weights: (n,), factors of rows. features: bags of so many
-    different kinds come in turn, as a model's tables do (sample after sample): on a GPU bags of one kind share a program.
+    ids: (n,) integers; offsets: (bags,) integers, the starts of bags; weights: (n,), factors of rows. features: number of kinds
+    of bags that alternate, as the tables of a model do (sample after sample): on a GPU bags of one kind share a program.
 
-    TypeError for a table that is no `QuantizedTensor`. ValueError as in `reference.embedding_bag`; on a GPU ids outside of the
-    table are a device-side assertion, as they are for torch's own lookups.
+    TypeError for a table that is not a `QuantizedTensor`. ValueError as in `reference.embedding_bag`; on a GPU ids outside of
+    the table are a device-side assertion, as for torch's own lookups.
     """
     if not isinstance(table, QuantizedTensor):
         raise TypeError(

@@ -436,9 +436,9 @@ class SparseQuantizedTensor(QuantizedTensor):
 def quantized(
     x: torch.Tensor, recipe: Recipe | Scheme | str, *, axis: int = -1, input_scales: Scales | None = None
 ) -> QuantizedTensor:
-    """x in the scheme of a recipe (or a scheme, by name or record), its blocks along `axis`.
+    """Quantize a torch tensor: x in a scheme (by name or record) or in the scheme of a recipe, with blocks along `axis`.
 
-    Values, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
+    Values, scales and zero points are those of `reference.quantize`. input_scales: static scales of the layer's activations.
     """
     if not isinstance(recipe, Recipe):
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))

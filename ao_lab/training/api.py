@@ -37,7 +37,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_for_training_` did: names of layers that train by the recipe, and of those left with the reason."""
+    """The result of `convert_for_training_`: names of converted layers, and of those left with the reason."""
 
     recipe: Recipe
     changed: tuple[str, ...] = ()

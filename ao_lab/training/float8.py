@@ -168,11 +168,11 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """`module` with its linear layers training in FP8, in place, as torchao's function of this name; returns the module.
+    """Let the linear layers of `module` train in FP8, in place, as torchao's function of this name; returns the module.
 
-    config: None is tensorwise scaling. module_filter_fn(module, name): which layers. Unlike in torchao modules, their
-    parameters and hooks stay the same objects, and layers that FP8 cannot take stay as they are. Errors as in
-    `convert_for_training_`, which tells more of what it did.
+    config: None is tensorwise scaling. module_filter_fn(module, name): selects layers. Unlike in torchao, modules, their
+    parameters and hooks stay the same objects, and layers that FP8 does not support are left. Errors as in
+    `convert_for_training_`, which returns a report.
     """
     config = Float8LinearConfig() if config is None else config
     if not isinstance(config, Float8LinearConfig):

@@ -80,13 +80,13 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
     if parameter.dim() == 2 and name != "weight":
         return "it is not the weight of the layer's matmul"
     if parameter.dim() == 3 and parameter.shape[0] == 1:
-        return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
+        return f"shape {tuple(parameter.shape)} is not a batch of experts: it has one entry"
     if parameter.dim() == 3 and 1 in parameter.shape:
-        return f"shape {tuple(parameter.shape)} is no batch of experts: its entries are no matrices"
+        return f"shape {tuple(parameter.shape)} is not a batch of experts: its entries are no matrices"
     if isinstance(module, TABLES) and module.max_norm is not None:
         return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
     if isinstance(module, TABLES) and not looks_up(module):
-        return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
+        return f"{type(module).__name__} does not read its table like nn.Embedding"
     return module.unsupported_reason() if isinstance(module, ConvertedModule) else None
 
 

@@ -34,16 +34,15 @@ from ao_lab.transforms.layers import (
 
 Filter = Callable[[nn.Module, str], bool]
 REFUSED = "refused by filter_fn"
-ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+ROUTES = "it routes tokens to experts and is left unquantized; your own filter_fn can select it"
 
 #: Of a layer whose weight is also an embedding's.
 TIED = (
-    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; a filter_fn of your "
-    "own that accepts it, or its name in FqnToConfig, quantizes it"
+    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; your own filter_fn can "
+    "select it, or its name in FqnToConfig"
 )
 NO_EXPERTS = (
-    "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
-    "of matrices"
+    "not recognized as experts; your own filter_fn can select a batch of matrices, with axis=-1 or axis=-2"
 )
 
 
@@ -91,7 +90,7 @@ def selection(
     """
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
-            f"filter_fn is a function of a module and its name that says whether it is meant, got {filter_fn!r:.60}; "
+            f"filter_fn is a function of a module and its name that selects modules, got {filter_fn!r:.60}; "
             f"FqnToConfig takes names and patterns"
         )
     stays = {name: TIED.format(table) for name, table in (tied or {}).items()}
@@ -200,7 +199,7 @@ def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "bef
     if encoder is not None:
         raise ValueError(
             f"in eval mode torch's fast path of {encoder} computes with dense weights and calls no layer; "
-            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
+            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or exclude its layers with filter_fn"
         )
 
 

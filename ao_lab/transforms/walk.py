@@ -84,7 +84,7 @@ def find_blocks(model: nn.Module, blocks: str | None = None) -> dict[str, nn.Mod
         )
         raise ValueError(
             f"blocks={blocks!r} is {kind} of this model; name an nn.ModuleList or nn.Sequential that its forward runs through"
-            f"{_known(model)}, or give blocks='' to take the whole model as one block"
+            f"{_known(model)}, or give blocks='' to treat the whole model as one block"
         )
     return {f"{blocks}.{name}": block for name, block in module.named_children()}
 
@@ -99,10 +99,10 @@ def _longest(model: nn.Module) -> str:
     if not longest:
         raise ValueError(
             f"{type(model).__name__} has no nn.ModuleList of blocks of one class that hold linear layers; name the list by "
-            f"blocks=, or give blocks='' to take the whole model as one block"
+            f"blocks=, or give blocks='' to treat the whole model as one block"
         )
     raise ValueError(
-        f"{' and '.join(longest)} are lists of {most} blocks each, so that it is open which one to walk; name it by blocks="
+        f"{' and '.join(longest)} are lists of {most} blocks each, so the list is ambiguous; name it with blocks="
     )
 
 
@@ -144,7 +144,7 @@ def first_tensor(output: Any, name: str) -> torch.Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, torch.Tensor):
         raise ValueError(
-            f"{name} returns {type(output).__name__}; a walk needs a tensor, or a tuple with one in front"
+            f"{name} returns {type(output).__name__}; it must be a tensor, or a tuple that begins with one"
         )
     return first
 
@@ -300,8 +300,8 @@ def check_no_cache(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> 
         )
 
 
-BETWEEN = "which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
-LEAVE_OUT = "leave the batch out, or look for the weights that make it"
+BETWEEN = "which block-by-block calibration would skip; give blocks='' to treat the whole model as one block"
+LEAVE_OUT = "drop the batch, or look for the weights that cause it"
 
 Visit = Callable[["Block"], None]
 #: Inputs up to here have squares within float32.
@@ -376,8 +376,8 @@ class Capture:
         """ValueError for a block that the batch has not reached."""
         if missing := list(self.blocks)[len(self.calls[-1]) :]:
             raise ValueError(
-                f"{missing[0]} was not called by the model's forward: a walk needs blocks that run once each, in their order; "
-                f"name another list by blocks=, or give blocks='' to take the whole model as one block"
+                f"{missing[0]} was not called by the model's forward: blocks must run once each, in order; "
+                f"name another list with blocks=, or give blocks='' to treat the whole model as one block"
             )
 
     def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
@@ -404,8 +404,8 @@ class Capture:
                 else "the end of all blocks"
             )
             raise ValueError(
-                f"{name} was called where {turn} was next: a walk needs blocks that run once each, in their order; name "
-                f"another list by blocks=, or give blocks='' to take the whole model as one block"
+                f"{name} was called where {turn} was next: blocks must run once each, in order; name "
+                f"another list by blocks=, or give blocks='' to treat the whole model as one block"
             )
         x = input_of(args, kwargs, name)
         check_no_cache(args, kwargs, name)
@@ -525,7 +525,7 @@ def captured(
             handle.remove()
         capture.known, capture.last = Known(), None
     if not capture.calls:
-        raise ValueError("calibration has no batches; give some, of the data that the model is for")
+        raise ValueError("calibration has no batches; give some like the data that the model will see")
     return capture
 
 

@@ -32,7 +32,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` chose, and the file that holds it ("" where it was not saved)."""
+    """The result of `tune`: the choices, and the file that stores them ("" if they were not saved)."""
 
     choices: tuple[Choice, ...]
     path: str = ""

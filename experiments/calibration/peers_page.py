@@ -96,7 +96,7 @@ def about(run: RealRun) -> list[str]:
             if row.metric.startswith("computed by: ")
         )
         return [f"{ABOUT}{said}. Computed by {' / '.join(versions)}."]
-    return [f"**Other projects' own code is not measured here yet.** {command()}"]
+    return [f"**Other projects' own code has not been measured yet.** {command()}"]
 
 
 def command() -> str:

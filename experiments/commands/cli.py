@@ -1,5 +1,7 @@
-"""The commands `reproduce`, `merge`, `corpus`, `pretrained`, `pretrain`, `bench` and `ledger`: their options. What they do is
-imported when they run."""
+"""The commands `reproduce`, `merge`, `corpus`, `pretrained`, `pretrain`, `bench-kernels` and `ledger`: their options.
+
+What they do is imported when they run.
+"""
 
 from __future__ import annotations
 

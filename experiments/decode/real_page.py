@@ -23,9 +23,11 @@ TEXT = (
     "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. The "
     "first call is not timed, of the loop's others the fastest is shown; rates of generate() include the prompt, those of the "
     "own loop leave it out.",
-    "Peak memory is the size of the model and the most that generating took beyond what was in use before, allocated on a GPU, "
-    "resident in the process on a CPU. Same tokens: how many tokens of generate() and of the own loop are the same; they part "
-    "where two tokens are as likely and the sizes of products differ.",
+    (
+        "Peak memory is the size of the model plus what generation took on top of it, allocated on a GPU, resident in "
+        "the process on a CPU. Same tokens: how many tokens generate() and this experiment's own loop have in common; "
+        "they diverge where two tokens are about as likely, since matmuls of other sizes round differently."
+    ),
 )
 
 
@@ -120,6 +122,6 @@ def finding(run: RealRun) -> str:
     if not words:
         return ""
     return (
-        f"{run.model}, its own weights, {batch} in the own loop ({run.where.scale} scale, {run.where.device}): bfloat16 "
+        f"{run.model}, its own weights, {batch} in this experiment's own loop ({run.where.run}): bfloat16 "
         f"{base:.1f} tokens/s; over it {', '.join(words)}."
     )

@@ -44,7 +44,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     sentences = [order_sentence(results, setting) for setting in results.settings]
     default = [method for method in results.methods if is_default(method)]
     count = f"{len(default)} default schemes and {len(results.methods) - len(default)} conventions of other projects"
-    return [f"{count} were measured ({where.scale} scale, {where.device}).", *filter(None, sentences)]
+    return [f"{count} were measured ({where.run}).", *filter(None, sentences)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -103,9 +103,11 @@ def trained(where: Where, results: Results) -> Section:
     together = [setting for setting in kinds if setting in ("weights", "activations")]
     text = (
         *where.corpus_notes,
-        "Weights of all linear layers of the stand-in, a small model trained here on the source of sympy, and what these "
-        "layers are given on held-out text. Weights quantize along the input features, inputs along the features of "
-        "each token.",
+        (
+            "Weights of all linear layers of a small proxy model, trained here on the source of sympy, and the inputs of "
+            "these layers on held-out text. Weights are quantized along the input features, inputs along the features of "
+            "each token."
+        ),
     )
     drawings = dot_plots(where, results, together, "trained")
     by_kind = snr_table(

@@ -53,8 +53,8 @@ PAIRS = (
     f"undecided else. All linear layers are converted, the output layer too.",
 )
 EMULATED = (
-    "**On a CPU recipes are emulated**: operands are those of the recipe, bit for bit, their products are of float32. The "
-    "model is tiny."
+    "**On a CPU recipes are emulated**: operands are those of the recipe, bit for bit, and are multiplied in "
+    "float32. The model is tiny."
 )
 #: What stands before the learning rate in a sweep's methods.
 RATE = ", rate "
@@ -67,10 +67,11 @@ SPEED: Columns = {
     TRAINED: ("training, last steps", 4, 1.0),
 }
 FAULTY = (
-    "Each fault is planted into one operand of one layer in all steps, and taken out before the weights that it left are "
-    "evaluated. Places are those of `reference.training.recipe`: output (x, w), input_grad (g, w.T), weight_grad (g.T, x.T). "
-    "Counters are means over steps; those of the training without a fault stand beside them. How far the training in which "
-    "nothing is quantized lies from the one without a fault says how far two trainings lie apart that are both right."
+    "Each error is injected into one operand of one layer in all steps, and removed before the resulting weights "
+    "are evaluated. Places are those of `reference.training.recipe`: output (x, w), input_grad (g, w.T), "
+    "weight_grad (g.T, x.T). Counters are means over steps, beside those of the training without an injected error."
+    " The distance between the training in which nothing is quantized and the one without injected errors shows how"
+    " far apart two correct trainings lie."
 )
 
 
@@ -196,7 +197,7 @@ def curve_drawing(where: Where, lines: Results) -> Drawing:
         for method in methods
         if method != base
     }
-    figure = curves(series, "part of the steps", "training loss over bfloat16's (%)", base=0.0)
+    figure = curves(series, "steps (%)", "training loss over bfloat16's (%)", base=0.0, percent=True)
     return Drawing(
         f"fp8-curves-{where.ending}", "Training loss over that of bfloat16, mean over seeds.", figure
     )
@@ -273,11 +274,11 @@ def faults_section(where: Where, results: Results) -> Section:
     names = [name for name in map(convergence.fault_name_of, convergence.CASES) if name in found]
     parts = [metric for metric in results.metrics if " part " in metric]
     series = {name: [results.value(setting, name, part) for part in parts] for name in names}
-    figure = curves(series, "part of the steps", "training loss (bits per byte)")
+    figure = curves(series, "steps (%)", "training loss (bits per byte)", percent=True)
     text = [*([EMULATED] if where.device == "cpu" else []), FAULTY, f"Layer {convergence.LAYER}, {setting}."]
-    drawing = Drawing(f"fp8-faults-{where.ending}", "Training loss with planted faults.", figure)
+    drawing = Drawing(f"fp8-faults-{where.ending}", "Training loss with injected errors.", figure)
     return Section(
-        f"Planted faults ({where})", text, [drawing], [loss_table(results, setting, names), counter_table(results, setting)]
+        f"Injected errors ({where})", text, [drawing], [loss_table(results, setting, names), counter_table(results, setting)]
     )  # fmt: skip
 
 
@@ -292,7 +293,7 @@ def loss_table(results: Results, setting: str, names: Sequence[str]) -> Table:
             known = value is not None and healthy
             line += [number(value, 4), f"{100 * (value / healthy - 1):+.2f}" if known else ""]
         cells.append(line)
-    columns = [part for metric in metrics for part in (metric, "over no fault (%)")]
+    columns = [part for metric in metrics for part in (metric, "over no error (%)")]
     return Table("Losses (bits per byte)", ["fault", *columns], cells, results.rows)
 
 
@@ -309,7 +310,7 @@ def counter_table(results: Results, setting: str) -> Table:
             line.append(" / ".join(number(value, 2) or "-" for value in pair))
         cells.append(line)
     columns = ["fault", "operand", *(f"{name} ({unit})" for name, unit in UNITS.items())]
-    return Table("Counters of the operand, with the fault / without", columns, cells, results.rows)
+    return Table("Counters of the operand, with the injected error / without", columns, cells, results.rows)
 
 
 EXPERIMENT = "fp8_training"
@@ -457,7 +458,7 @@ def finding(rows: Sequence[Row]) -> list[str]:
     """How many targets of speed and memory are reached, and how many were not measured, by device; nothing of one on which
     none was."""
     return [
-        f"Targets of speed and memory reached, full scale on {device}: {counts(targets)}."
+        f"Targets of speed and memory reached on {device}: {counts(targets)}."
         for device, targets in by_device(speed_targets(rows)).items()
     ]
 

@@ -33,7 +33,16 @@ from experiments.models.causal_lm import REAL
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
 from experiments.pretraining.run import BITS
 from experiments.report.accuracies import how
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import (
+    PEER,
+    Card,
+    Comparison,
+    Drawing,
+    Headline,
+    Section,
+    Table,
+    headlines_of,
+)
 from experiments.report.plots import heatmap
 from experiments.report.results import (
     FOLDER,
@@ -145,7 +154,7 @@ LINEAR: Columns = {
     "time, 80%": ("80%", 3, 1.0),
     "time over bfloat16": ("over bfloat16", 3, 1.0),
     "time after a pause": ("after a pause (ms)", 3, 1.0),
-    "fraction of the floor": ("of the floor", 3, 1.0),
+    "fraction of the floor": ("share of the roofline bound", 3, 1.0),
     "host time": ("host (us)", 0, 1.0),
     "error of the output": ("error, output", 4, 1.0),
     "error of the input gradient": ("error, dx", 4, 1.0),
@@ -173,17 +182,19 @@ FSDP: Columns = {
     "peak memory": ("peak of a step (GB)", 3, 1.0),
 }
 SUMS = (
-    "**How sums are accumulated**: by default as the recipes say, which is as torchao does it: fast (the tensor core's own "
-    "accumulator) in the output, precise (partial sums added in float32) in both gradients; blockwise is precise in all three. "
-    "Methods named 'fast sums' are fast in all three products. On a CPU all sums are of float32."
+    "**How sums are accumulated**: by default as the recipes say, as torchao does: fast (the tensor core's own "
+    "accumulator) in the output, precise (partial sums added in float32) in both gradients; blockwise is precise in"
+    " all three. Methods named 'fast sums' are fast in all three matmuls. On a CPU all sums are in float32."
 )
 LAYER = (
-    "One linear layer of M rows, K inputs and N outputs, forward and backward, bfloat16, random normal operands. All methods "
-    "of a shape run in turn in one process, bfloat16 first and last. Time is the median over rounds with the 20% and 80% "
-    "quantiles, by events; launched one by one (eager), or replayed from a CUDA graph. Errors are norms of differences from "
-    "float32 over norms. The floor is the operations at the rate of an 8192-cubed product measured in the same process (FP8 "
-    "with fast sums, or bfloat16 where a recipe's operands have no units), and the fewest bytes of the casts at the measured "
-    "copy rate.",
+    (
+        "One linear layer of M tokens, K inputs and N outputs, forward and backward, bfloat16, random normal operands. "
+        "All methods of a shape take turns in one process, bfloat16 first and last. Time is the median over rounds with"
+        " the 20% and 80% quantiles, by CUDA events; eager, or replayed from a CUDA graph. Errors are norms of "
+        "differences from float32 over norms. The roofline bound is the operations at the rate of an 8192-cubed matmul "
+        "measured in the same process (FP8 with fast sums, or bfloat16 where the GPU has no units for a recipe's "
+        "operands), plus the fewest bytes of the casts at the measured memory bandwidth."
+    ),
     f"**Times, ratios and targets are of the steady state**: on a GPU a method is timed after at least {SETTLE * 1e3:.0f} ms "
     f"of its own calls, as in training, when the clock is what these calls make of it near the power limit. At large shapes "
     f"ratios depend on that. 'After a pause' is the other state: the median of {SINGLE} single calls, each after "
@@ -197,12 +208,14 @@ STEP = (
     SUMS,
 )
 TWO_RANKS = (
-    "Decoder layers under FSDP2 on two GPUs: forward, backward and AdamW, all sides in turn in the same two processes. Weights "
-    "travel in bfloat16, or as float8 codes and scales, which hold half the bytes; bytes are counted where a rank calls "
-    "collectives, and gradients are reduced in bfloat16 either way. On a CPU two processes train a tiny model: bytes mean what "
-    "they say.",
+    (
+        "Decoder layers under FSDP2 on two GPUs: forward, backward and AdamW, all methods in turn in the same two "
+        "processes. Weights are gathered in bfloat16, or as quantized float8 values and scales, which are half the "
+        "bytes; bytes are counted where a rank calls collectives, and gradients are reduced in bfloat16 either way. On "
+        "a CPU two processes train a tiny model, where only the bytes mean something."
+    ),
 )
-STAND_IN = "**A stand-in**: on a CPU recipes are emulated by the specification; errors mean what they say, times mean nothing."
+STAND_IN = "**Emulated on a CPU**: errors are those of the recipe, times mean nothing."
 CELLS = (
     "LayerNorm without parameters, linear layer without bias, sigmoid; forward and backward in bfloat16, both sides eager "
     "(published: both compiled). The published measure is the sum of the GPU's kernel times from the profiler, which does not "
@@ -216,15 +229,34 @@ EAGER = (
 WALL, AS_FAST = "speed over bfloat16", 0.98
 
 
-def speed_headlines(rows: Sequence[Row]) -> list[Headline]:
-    """Two compiled blocks by `rowwise`, beside torchao's."""
+def two_layers(rows: Sequence[Row]) -> Results | None:
+    """Two layers of Llama-3-8B on the last GPU."""
     runs = {
         where: one
         for where, one in by_run(rows, blocks.KIND).items()
         if where.data == LLAMA_3_8B_TWO_LAYERS.name
     }
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
-    if run is None:
+    return run[1] if run else None
+
+
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """The speed of a training step by `rowwise`, beside torchao's."""
+    results, setting = two_layers(rows), blocks.blocks(2, compiled=True).setting
+    row = results.row(setting, ours("rowwise"), SPEED_RATIO) if results else None
+    if results is None or row is None:
+        return []
+    theirs = results.value(setting, f"{TORCHAO}, rowwise", SPEED_RATIO)
+    bars = {"training step, FP8 rowwise": {"ao_lab": row.value, PEER: theirs}}
+    beside = "bfloat16" + ("" if theirs is None else f"; torchao {theirs:.2f}x")
+    what = "speed of a compiled training step of two Llama-3-8B layers in FP8 (rowwise)"
+    return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
+
+
+def speed_headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Two compiled blocks by `rowwise`, beside torchao's."""
+    results = two_layers(rows)
+    if results is None:
         return []
     setting, theirs = blocks.blocks(2, compiled=True).setting, f"{TORCHAO}, rowwise"
     text = (
@@ -232,7 +264,7 @@ def speed_headlines(rows: Sequence[Row]) -> list[Headline]:
         "with fast sums; torchao's rowwise {theirs:.2f}"
     )
     names = {"ours": ours("rowwise"), "fast": ours("rowwise", fast_sums=True), "theirs": theirs}
-    return headlines_of(text, **{name: run[1].row(setting, one, SPEED_RATIO) for name, one in names.items()})
+    return headlines_of(text, **{name: results.row(setting, one, SPEED_RATIO) for name, one in names.items()})
 
 
 def speed_sections(rows: Sequence[Row]) -> list[Section]:
@@ -256,7 +288,7 @@ def linear_section(where: Where, results: Results) -> Section:
     targets = of_linear(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *LAYER]
     tables = [*target_table(targets, results.rows), table("Forward and backward", results, LINEAR)]
-    return Section(f"Linear layer {where.data} ({where})", text, (), tables)
+    return Section(f"Linear layer ({where})", text, (), tables)
 
 
 def blocks_section(where: Where, results: Results) -> Section:
@@ -268,7 +300,7 @@ def blocks_section(where: Where, results: Results) -> Section:
         published = {LLAMA_3_8B_TWO_LAYERS.name: "Llama-3-8B", LLAMA_3_2_3B_FOUR_LAYERS.name: "Llama-3.2-3B"}
         tables += [model_table(published[where.data])] if where.data in published else []
         tables += [model_table("not stated")] if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
-    return Section(f"Decoder layers: {where.data} ({where})", text, (), tables)
+    return Section(f"Decoder layers ({where})", text, (), tables)
 
 
 def fsdp_section(where: Where, results: Results) -> Section:
@@ -276,7 +308,7 @@ def fsdp_section(where: Where, results: Results) -> Section:
     targets = of_fsdp(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *TWO_RANKS]
     tables = [*target_table(targets, results.rows), table("A training step", results, FSDP)]
-    return Section(f"Two ranks: {where.data} ({where})", text, (), tables)
+    return Section(f"Two ranks ({where})", text, (), tables)
 
 
 def grid_section(where: Where, results: Results) -> Section:
@@ -494,7 +526,9 @@ def faults_found(where: Where, results: Results) -> list[str]:
         for name in dict.fromkeys(row.method for row in results.rows)
         if name != convergence.HEALTHY and (value := results.value(setting, name, metric)) is not None
     ]
-    return [f"Held-out loss over that without a fault, {where}: {'; '.join(words)}."] if words else []
+    return (
+        [f"Held-out loss over that without an injected error, {where}: {'; '.join(words)}."] if words else []
+    )
 
 
 def name_of(metric: str) -> str:
@@ -505,8 +539,10 @@ def name_of(metric: str) -> str:
 TITLE = "Low-precision training: speed and convergence"
 QUESTION = "Is training in 8, 6 and 4 bits faster than in bfloat16, and does it converge as well?"
 ABOUT = (
-    "Linear layers whose three matrix products run in low precision: what they cost or gain in time and memory beside "
-    "bfloat16 and torchao, and whether models converge as they do in bfloat16.",
+    (
+        "Linear layers whose three matmuls (output and both gradients) run in low precision: time and memory beside "
+        "bfloat16 and torchao, and whether models converge as they do in bfloat16."
+    ),
     f"Convergence is of byte-level language models from random weights over paired seeds; the margin was named beforehand: "
     f"{MARGIN}% of the loss. On a CPU recipes are emulated and sizes are tiny.",
 )

@@ -15,9 +15,11 @@ from experiments.report.real_runs import RealRun, by_seed, real_runs, title_of, 
 from experiments.report.results import Results, failures, number
 
 TEXT = (
-    "For each seed the model is fine-tuned in bfloat16 and in each recipe on the same sequences, in the same order, with the "
-    "same optimizer, and evaluated as a plain model in bfloat16. Changes of the loss are over bfloat16's of the seed, means "
-    "over seeds with half of the 95% interval of a paired t.",
+    (
+        "For each seed the model is fine-tuned in bfloat16 and in each recipe on the same sequences, in the same order,"
+        " with the same optimizer, and evaluated in bfloat16. Changes of the loss are relative to bfloat16 of the same "
+        "seed, means over seeds with half of the 95% interval of a paired t test."
+    ),
 )
 #: Columns of values of the model, by their metric and factor.
 TRAINING = {

@@ -36,7 +36,7 @@ from experiments.generate.tables import (
 )
 from experiments.generate.tables import Table as Measured
 from experiments.harness.rows import Row
-from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, counts, limits, missed
@@ -60,13 +60,15 @@ def targets_of(data: str, results: Results) -> list[Target]:
 
 
 TITLE = "transformers' generate() with quantized weights"
-QUESTION = "What does a user of transformers' generate() gain by quantized weights?"
+QUESTION = "How much faster does transformers' generate() get with quantized weights?"
 ABOUT = (
-    "What a user of transformers gets: `ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, "
-    "compiled as transformers does by itself, and not compiled; random weights in the shapes of Llama-3.1-8B.",
-    "Prepared is after `ao_lab.prepare_for_generate_(model)`, frozen with `frozen=True`. torchao's configurations run in the "
-    "same process. The generation loop of `decode`, which has less time outside of products, is a page of its own.",
-    "One layer says what transformers' own loop takes on the host, below which no weights bring a step.",
+    (
+        "`ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, compiled as transformers does "
+        "by default, and in eager mode; random weights in the shapes of Llama-3.1-8B."
+    ),
+    "'Prepared' is after `ao_lab.prepare_for_generate_(model)`, 'frozen' with `frozen=True`. torchao's "
+    "configurations run in the same process. The page of `decode` has a generation loop with less overhead.",
+    "The model of one layer shows the Python overhead of transformers' own loop, which no quantization removes.",
 )
 FEATURED = (
     "generate-llama-3.1-8b-32-layers-full",
@@ -78,23 +80,27 @@ NOT_MEASURED = "not measured"
 #: What a table's bfloat16 may take at its end, of its time at the beginning; beyond, the host's speed has changed.
 STEADY = (0.9, 1.1)
 STEPS = (
-    "Milliseconds of a token are the median over the steps of all calls of a table ({counts}), the host's time in them, the "
-    "prompt not; the first quarter of a call's steps is left out."
+    "Milliseconds of a token are the median over the steps of all calls of a table ({counts}), with Python "
+    "overhead, without the prompt; the first quarter of a call's steps is left out."
 )
 PROMPTS = "Milliseconds of a prefill are from the prompt to the first token, of {counts}."
 TEXT = (
-    "Models are copies of one bfloat16 model, called in turn; the speed over it is the median of that of each round. Older "
-    "tables may have had other numbers of calls and tokens.",
+    (
+        "Models are made from one bfloat16 model and called in turn; the speed over it is the median of that of each "
+        "round. Older tables may have had other numbers of calls and tokens."
+    ),
     'Compiled steps are those of transformers\' own mode "reduce-overhead" (CUDA graphs), which a static cache starts; '
     "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
-    "Warm-up is what the calls before the timed ones take: {compiling} where steps are compiled, which is compilation and "
-    "capture, {eagerly} where not. Before that logits are compared with those of a bfloat16 model that has what is stored as "
-    "its weights, at the rows that are timed, not compiled: they say that products are right, and nothing of quality. "
-    "By compiling: the change of the logits of a compiled call's last step, from those of the same model, not compiled; "
-    "empty where that was not compared.",
+    (
+        "Warm-up is the time of the calls before the timed ones: {compiling} where steps are compiled (compilation and "
+        "capture), {eagerly} in eager mode. Before that, logits are compared with those of a bfloat16 model with the "
+        "dequantized weights, at the batch sizes that are timed, in eager mode: they show that the matmuls are right, "
+        "not how good the model is. By compiling: the change of the logits of a compiled call's last step from those of"
+        " the same model in eager mode; empty where that was not compared."
+    ),
 )
 STAND_IN = (
-    "**A stand-in**: one tiny layer on a CPU, whose times mean nothing; it shows that all of it runs.",
+    "**A proxy model**: one tiny layer on a CPU, whose times mean nothing; a check that all of it runs.",
 )
 COLUMNS = {
     TIME: ("ms", 3), f"{TIME}, 20%": ("20%", 3), f"{TIME}, 80%": ("80%", 3), SPEED: ("over bfloat16", 2),
@@ -113,7 +119,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
             late = [one.name for one in targets if one.reached is None]
             lost += [f"not measured: {'; '.join(late)}"] if late else []
             said = "; ".join([counts(targets, " targets are met"), *lost])
-            words.append(f"{where.data}, {where.device}: {said}.")
+            words.append(f"{where}: {said}.")
     return words
 
 
@@ -131,6 +137,26 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         "int4": (one, "int4 g128"), "int4_16": (sixteen, "int4 g128"), "int8": (one, "int8"), "int8_16": (sixteen, "int8"),
     }  # fmt: skip
     return headlines_of(text, **{name: run[1].row(*place, SPEED) for name, place in places.items()})
+
+
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """The speed of the whole model with int4 weights; for the figure eight layers, where torchao's run in the same process."""
+    runs = {where.data: (where, one) for where, one in timed(rows)}
+    whole, part = runs.get(Stage(WHOLE, "").data), runs.get(Stage(DEPTH, "").data)
+    row = whole[1].row(f"batch 1, {COMPILED}", "int4 g128", SPEED) if whole else None
+    if row is None:
+        return []
+    setting, names = f"batch 1, {COMPILED}, beside torchao", {"int4 g128": "int4wo", "int8": "int8wo"}
+    bars = {
+        f"generate(), {name}, batch 1": {
+            "ao_lab": part[1].value(setting, name, SPEED),
+            PEER: part[1].value(setting, f"torchao {theirs}", SPEED),
+        }
+        for name, theirs in names.items()
+        if part
+    }
+    what = "speed of transformers' generate(), 32 layers of Llama-3.1-8B's shapes, int4 weights, batch 1, compiled"
+    return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -176,7 +202,7 @@ def speeds(where: Where, results: Results, setting: str) -> str:
     ]
     changed = unsteady(where, results, setting)
     ending = f" ({changed})" if changed else ""
-    return f"{where.data}, {setting}, {where.device}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
+    return f"{where}, {setting}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
 
 
 def unsteady(where: Where, results: Results, setting: str) -> str:
@@ -246,7 +272,7 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     figure = ratio_map(names, settings, values, "speed over bfloat16")
     return Drawing(
         f"generate-{where.data}-{where.ending}",
-        f"transformers' generate(), {where.data}, {where.device}: speed over bfloat16.",
+        f"transformers' generate(), {where}: speed over bfloat16.",
         figure,
     )
 

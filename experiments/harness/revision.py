@@ -35,6 +35,12 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 def printed(*command: str, root: Path = ROOT) -> str | None:
     """What a command prints; None where there is none, or it fails: no git, no history, no such commit."""
+    found = printed_bytes(*command, root=root)
+    return None if found is None else found.decode(errors="replace")
+
+
+def printed_bytes(*command: str, root: Path = ROOT) -> bytes | None:
+    """The same of what is no text, such as a compressed file."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -42,7 +48,7 @@ def printed(*command: str, root: Path = ROOT) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 @cache

@@ -6,5 +6,5 @@ work in torch, torch.compile and torchao; `run` compares results with the refere
 
 from experiments.harness.registry import Experiment
 
-#: Times kernels on a GPU; `ao-lab bench` is the comfortable way.
+#: Times kernels on a GPU; `ao-lab bench-kernels` is the comfortable way.
 EXPERIMENT = Experiment(order=40, always=False, trained=False, compressed=True, folders=("reference", "fast"))

@@ -1,4 +1,4 @@
-"""`ao-lab bench`: the cases by name, on a whole run published as `ao-lab reproduce kernels` would, else only shown."""
+"""`ao-lab bench-kernels`: the cases by name, on a whole run published as `ao-lab reproduce kernels` would, else only shown."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def by_operation(lines: Sequence[CaseResult]) -> Figure:
         axis.axvline(1, color="#444444", linewidth=0.9)
         axis.set_yticks([-height for height in range(len(names))], names)
         axis.set_xlim(left=0)
-        axis.set_xlabel("fraction of the copy rate")
+        axis.set_xlabel("memory-bandwidth utilisation")
         if names:
             axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
         figure.tight_layout()
@@ -99,8 +99,8 @@ def draw_fractions(axis: Axes, lines: Sequence[CaseResult], names: Sequence[str]
     axis.set_yticks([-height for height in range(len(names))], names, fontsize=7.5)
     axis.set_ylim(-len(names) + 0.3, 0.7)
     axis.set_xlim(left=0)
-    axis.set_xlabel("fraction of the copy rate on the fewest bytes")
-    axis.set_title("Kernels against their floors", loc="left", pad=34)
+    axis.set_xlabel("memory-bandwidth utilisation (fewest bytes, over a copy)")
+    axis.set_title("Utilisation by kernel", loc="left", pad=34)
     if names:
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, fontsize=7)
 

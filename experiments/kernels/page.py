@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 TITLE = "Speed of the kernels on a GPU"
-QUESTION = "How near does each kernel come to the rate at which the GPU copies?"
+QUESTION = "How much of the GPU's memory bandwidth does each kernel use?"
 ABOUT = (
     "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
     "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
@@ -35,11 +35,13 @@ FEATURED = ("kernels-operations",)
 HIGH = 0.9
 
 TEXT = (
-    "The floor of a kernel is every input read once and every output written once (inputs twice where a scale of the whole "
-    "tensor has to come first). Its fraction is its rate on these bytes over the rate of a copy of as many bytes as it reads, "
-    "timed in turn with it in the same run. Before it is timed, its result is compared with the reference bit for bit at both "
-    "ends of the tensor, a product of stored weights with the exact one within the bound of its sums; a wrong one gets no "
-    "time.",
+    (
+        "Memory-bandwidth utilisation is a kernel's rate on the bytes that have to move (every input read once and "
+        "every output written once; inputs twice where a scale of the whole tensor has to come first) over the rate of "
+        "a device-to-device copy of as many bytes as it reads, timed in turn with it in the same run. Before a kernel "
+        "is timed, its result is compared with the reference bit for bit at both ends of the tensor, and a matmul with "
+        "the exact one within the bound of its sums; a wrong result gets no time."
+    ),
     "Times are medians by CUDA graph replay, over inputs that rotate so that the L2 holds none of them; launched one by one "
     "stands beside them. Repeat is how far a second timing of the same kernel in the same rounds lies from the first. Targets "
     "are stated for the cases that have one, and what misses one says so.",
@@ -52,11 +54,12 @@ BASELINE_TEXT = (
     + "."
 )
 CAPTION = (
-    "Fraction of the copy rate per kernel, with its target and its fastest baseline, and the rates reached under the ceiling "
-    "of copies of the same run. Red: below a target."
+    "Memory-bandwidth utilisation per kernel, with its target and its fastest baseline, and the rates reached under the "
+    "ceiling of copies of the same run. Red: below a target."
 )
 OPERATIONS = (
-    "Fraction of the copy rate of every kernel on large tensors, by operation. Red: below its target."
+    "Memory-bandwidth utilisation (rate over that of a copy) of every kernel on large tensors, by operation. Red: below its "
+    "target."
 )
 
 
@@ -79,7 +82,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if not values:
         return []
     text = (
-        f"Kernels on tensors of {' and '.join(LARGE)} run at {median(values):.2f} of the rate of a copy (median of "
+        f"Kernels on tensors of {' and '.join(LARGE)} reach {median(values):.2f} of the memory bandwidth of a copy (median of "
         f"{len(values)}), {sum(value >= HIGH for value in values)} of them at {HIGH:g} or above"
     )
     return [Headline(text, [row for row in rows_of(runs[-1]) if row.metric == "fraction"])]
@@ -108,7 +111,7 @@ def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
     found = fractions(lines)
     words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
-    return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
+    return f"Memory-bandwidth utilisation, median and range: {', '.join(words)}." if words else ""
 
 
 def linear_sentence(lines: Sequence[CaseResult]) -> str:
@@ -122,7 +125,9 @@ def linear_sentence(lines: Sequence[CaseResult]) -> str:
         and line.values.get("time over dense")
     ]
     return (
-        f"One row times a stored 14336x4096 weight, over dense bfloat16: {', '.join(words)}." if words else ""
+        f"One token times a quantized 14336x4096 weight, speed over dense bfloat16: {', '.join(words)}."
+        if words
+        else ""
     )
 
 
@@ -142,7 +147,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         small = [line for line in lines if line.shape == SMALL]
         tables = [floor_table(large), *([small_table(small)] if small else [])]
         tables += [product_table(products)] if products else []
-        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
+        found.append(Section(f"Memory-bandwidth utilisation ({where})", paragraphs, drawings, tables))
         if any(line.baselines for line in lines):
             found.append(
                 Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
@@ -181,7 +186,7 @@ def floor_table(lines: Sequence[CaseResult]) -> Table:
         "TB/s",
         "copy TB/s",
     ]
-    columns += ["fraction", "eager", "over unfused", "target met"]
+    columns += ["bandwidth utilisation", "eager", "over unfused", "target met"]
     metrics = (("time", 1), ("time, 20%", 1), ("time, 80%", 1), ("time, eager", 1), ("repeat", 3))
     table_lines = []
     for line in lines:
@@ -198,7 +203,7 @@ def floor_table(lines: Sequence[CaseResult]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Time against the floor", columns, table_lines, rows_of(lines))
+    return Table("Time, and memory-bandwidth utilisation", columns, table_lines, rows_of(lines))
 
 
 def small_table(lines: Sequence[CaseResult]) -> Table:
@@ -235,7 +240,7 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
         "host time it adds (us)",
         "moved (MB)",
         "TB/s",
-        "fraction",
+        "bandwidth utilisation",
     ]
     columns += ["times as fast as dense bfloat16", "as dequantizing first"]
     table_lines = []
@@ -257,7 +262,7 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Products of stored weights", [*columns, "target met"], table_lines, rows_of(lines))
+    return Table("Matmuls with quantized weights", [*columns, "target met"], table_lines, rows_of(lines))
 
 
 def baseline_table(lines: Sequence[CaseResult]) -> Table:

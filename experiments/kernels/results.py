@@ -188,6 +188,6 @@ def summary(lines: Sequence[CaseResult]) -> str:
     slower = sum(bool(one.slower_than) for one in lines)
     unmeasured = sum(not one.ok for one in lines)
     return (
-        f"{len(targeted) - missed} of {len(targeted)} rows with a target meet it; {slower} rows are slower than a baseline; "
-        f"{unmeasured} of {len(lines)} rows were not measured."
+        f"{len(targeted) - missed} of {len(targeted)} cases with a target meet it; {slower} cases are slower than a baseline; "
+        f"{unmeasured} of {len(lines)} cases were not measured."
     )

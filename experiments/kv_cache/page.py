@@ -18,16 +18,22 @@ QUESTION = (
     "What do models predict from a cache in low precision, and what do FP8 sums lose over a long context?"
 )
 ABOUT = (
-    "A cache stores keys and values by a recipe, any scheme along a head's channels or along tokens; transformers' generate() "
-    "reads it by attention of ours. Here a model predicts texts from what is stored, and the tensor core's 14-bit sums of FP8 "
-    "products are followed over the context.",
+    (
+        "A cache stores keys and values in a quantization scheme, along a head's channels or along tokens; "
+        "transformers' generate() reads it through this library's attention kernels. Measured are a model's predictions"
+        " from the quantized cache, and the error of the tensor core's 14-bit accumulation in FP8 over the length of "
+        "the context."
+    ),
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("kv-cache-sums-full", "kv-cache-sums-quick")
 SUM_TEXT = (
-    "One query, equal scores, values in e4m3 of mean 0.5, by reference.matmul's model of Hopper's tensor core. In one chain "
-    "products below 2^-13 of the sum are cut off, so that late tokens count for little: the arithmetic of a published "
-    "fall of a needle's retrieval at 131072 tokens from 91% to 13%, and 89% with sums in two levels (vLLM, 2026-04-22).",
+    (
+        "One query, equal scores, values in e4m3 of mean 0.5, by reference.matmul's model of Hopper's tensor core. In "
+        "one chain of additions, addends below 2^-13 of the sum are cut off, so that late tokens count for little: this"
+        " is how a published needle retrieval fell from 91% to 13% at 131072 tokens, and rose to 89% with sums in two "
+        "levels (vLLM, 2026-04-22)."
+    ),
 )
 NEEDLE_TEXT = (
     "A model of one attention layer, trained here, names the value of a needle among noise tokens. In the longest contexts a "

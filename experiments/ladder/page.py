@@ -11,7 +11,7 @@ from experiments.ladder.rungs import ALONE, EAGER, GRAPHS, LEFT_OUT, Levers, lad
 from experiments.ladder.subjects import MODELS, STAND_INS, Subject
 from experiments.ladder.summary import COUNT, MEAN, PUBLISHED, TIME, last_rung, speedup, times
 from experiments.ladder.trace import OPERATORS
-from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table, readable
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, limit_of
@@ -19,20 +19,21 @@ from experiments.report.targets import RunTargets, Target, limit_of
 EXPERIMENT = "ladder"
 TITLE = "From eager bfloat16 to the last lever"
 QUESTION = (
-    "What does each lever of inference bring models of several modalities, alone and on top of the others?"
+    "How much does each inference optimisation gain on models of several modalities, alone and combined?"
 )
 NOTE = "its text could not be read: never called a match"
 ABOUT = (
-    "Llama-3.1-8B, Code Llama 34B, Chameleon 7B (text; images by guidance), Seamless M4T v2 and HSTU at exact shapes with "
-    "random weights. The first rung is eager bfloat16 with a cache that grows; each of the next adds a lever. Tokens come from "
-    "a loop that waits for nothing, in the first rung too, where transformers' own generate() takes longer.",
+    (
+        "Llama-3.1-8B, Code Llama 34B, Chameleon 7B (text; images with guidance), Seamless M4T v2 and HSTU in their "
+        "exact shapes with random weights. The first rung is eager bfloat16 with a dynamic cache; each further rung "
+        "adds one optimisation. Tokens come from a loop without host synchronisation, in the first rung too, where "
+        "transformers' own generate() takes longer."
+    ),
     f"A study of such models (arXiv 2410.00215) reports {PUBLISHED} times its baseline with all of its levers; {NOTE}. Which "
     "models, batches and GPUs that is, and whether it is a mean, is not known here.",
 )
 FEATURED = ("ladder-batch-1-full", "ladder-batch-1-quick")
-STAND_IN = (
-    "**A stand-in**: tiny models on a CPU, whose times and shares mean nothing; it shows that all of it runs."
-)
+STAND_IN = "**Proxy models**: tiny models on a CPU, whose times and shares mean nothing; a check that all of it runs."
 TEXT = (
     "Milliseconds of a unit are the median of the runs. Idle is 1 - B / T: B the length of the union of the intervals in which "
     "a kernel or a copy ran, in a trace, T the time without the profiler. Shares are of the sum of the kernels' times.",
@@ -133,7 +134,7 @@ def acceptance_words(rows: Sequence[Row]) -> list[str]:
 
 def main_finding(rows: Sequence[Row]) -> str:
     """One line of the first page."""
-    otherwise = "Stand-ins alone have been measured so far" if rows else ""
+    otherwise = "Only tiny proxy models have been measured so far, whose times mean nothing" if rows else ""
     return next(iter(means(rows)), otherwise).rstrip(".")
 
 
@@ -221,7 +222,7 @@ def model_section(where: Where, results: Results, traces: Results | None) -> Sec
     """Rungs, single levers, operators, self-speculation."""
     one = BY_NAME.get(where.data)
     if one is None:
-        return Section(f"{where.data} ({where})", ["Rows of a model that is no longer measured."])
+        return Section(f"{readable(where.data)} ({where.run})", ["This model is no longer measured."])
     text = [*TEXT, *([] if real(where) else [STAND_IN]), *failures(results)]
     tables = [rungs_table(one, results), levers_table(one, results)]
     if traces is not None:
@@ -231,7 +232,7 @@ def model_section(where: Where, results: Results, traces: Results | None) -> Sec
     if rounds.rows:
         text.append(SPECULATION)
         tables.append(speculation_table(results, rounds))
-    return Section(f"{where.data} ({where})", text, [], tables)
+    return Section(f"{readable(where.data)} ({where.run})", text, [], tables)
 
 
 def rungs_table(one: Subject, results: Results) -> Table:

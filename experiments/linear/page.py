@@ -16,28 +16,41 @@ from experiments.linear.tables import (
     PEERS,
     ROWS,
     SHAPES,
-    TIMES,
     TORCHAO,
     data_of,
     setting_of,
 )
-from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import (
+    PEER,
+    Card,
+    Drawing,
+    Headline,
+    Section,
+    Table,
+    headlines_of,
+    readable,
+)
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed
 
-TITLE = "Quantized linear layers over rows of inputs"
-QUESTION = "How fast is one quantized layer beside bfloat16 and torchao, at 1 to 8192 rows of inputs?"
+TITLE = "Quantized linear layers by number of tokens"
+QUESTION = "How fast is one quantized linear layer beside bfloat16 and torchao, at 1 to 8192 tokens (batch x sequence)?"
 ABOUT = (
-    "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
-    "what its rules choose without tuning, beside bfloat16 and torchao; and experts of a mixture, whose rows are sorted.",
-    "Outputs are compared with the product in float32 of what is stored before anything is timed. Times are of a GPU at full "
-    "scale; at quick scale errors and the kernels that were chosen are of small shapes on a CPU.",
+    (
+        "One `nn.Linear` in bfloat16 quantized by `ao_lab.quantize_`, at 1 to 8192 tokens, with the kernels that are "
+        "chosen without tuning, beside bfloat16 and torchao; and mixture-of-experts layers, whose tokens are sorted by "
+        "expert."
+    ),
+    (
+        "Before timing, outputs are compared with the float32 matmul of the dequantized weight. Times need a GPU; on a "
+        "CPU errors of small shapes are measured, and which kernels are chosen."
+    ),
 )
 FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
 #: Weights of the first page.
 QUOTED = ("int4 g128", "int8", "mxfp4")
-NOTHING = "Nothing is timed yet: times are of a GPU at full scale."
+NOTHING = "Nothing has been timed yet: times need a GPU."
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -45,8 +58,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
     words, timed = [], False
     for part in PARTS:
         for where, results in by_run(rows, part).items():
-            said = times_words(part, where, results) if where.device != "cpu" else []
-            timed, words = timed or bool(said), [*words, *said]
+            said = targets_words(part, where, results) if where.device != "cpu" else []
+            timed, words = timed or where.device != "cpu", [*words, *said]
+        words += slow_words(part, rows)
     return [*words, *([] if timed else [NOTHING]), *outputs_words(rows)]
 
 
@@ -57,8 +71,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if run is None:
         return []
     text = (
-        "A layer of 14336 x 4096 with int4 weights in groups of 128 takes {one:.1f} us for one row of inputs, {speed:.2f} "
-        "times as fast as bfloat16, and {few:.1f} us for 16; with int8 weights {int8:.1f} us for one"
+        "A layer of 14336 x 4096 with int4 weights in groups of 128 takes {one:.1f} us for one token, {speed:.2f} times"
+        " as fast as bfloat16, and {few:.1f} us for 16; with int8 weights {int8:.1f} us for one"
     )
     places = {
         "one": (1, "int4 g128", TIME), "speed": (1, "int4 g128", SPEED), "few": (16, "int4 g128", TIME),
@@ -68,27 +82,63 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     return headlines_of(text, **found)
 
 
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """The speed of one token by int4 weights; for the figure int4 and int8 beside torchao's."""
+    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    row = run[1].row(setting_of(1), "int4 g128", SPEED) if run else None
+    if run is None or row is None:
+        return []
+    peers = next((one for where, one in by_run(rows, TORCHAO).items() if where == run[0]), Results([]))
+    bars = {
+        f"linear layer, {name}, 1 token": {
+            "ao_lab": run[1].value(setting_of(1), name, SPEED),
+            PEER: next((peers.value(setting_of(1), peer, SPEED) for peer in peer_of(name)), None),
+        }
+        for name in ("int4 g128", "int8")
+    }
+    time = number(run[1].value(setting_of(1), "int4 g128", TIME), 1)
+    what = f"speed of a linear layer ({readable(SHAPE)}) with int4 weights, one token"
+    return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars)]
+
+
 def main_finding(rows: Sequence[Row]) -> str:
     """Where layers of the shape that has targets are slower than bfloat16, on the last device."""
     runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     slow = dict(slow_rows(run[1])) if run else {}
     words = [f"{name} at {', '.join(map(str, slow[name]))}" for name in QUOTED if name in slow]
-    return f"slower than bfloat16, {SHAPE}: {'; '.join(words)} rows" if words else ""
+    return f"slower than bfloat16, {readable(SHAPE)}: {'; '.join(words)} tokens" if words else ""
 
 
-def times_words(part: str, where: Where, results: Results) -> list[str]:
-    """How many targets are met and which are not; where a method is slower than bfloat16."""
-    targets, name = targets_of(part, where, results), f"{part} ({where.data}, {where.device})"
-    held = [one for one in targets if one.reached is not None]
+def targets_words(part: str, where: Where, results: Results) -> list[str]:
+    """How many targets are met and which are not."""
+    held = [one for one in targets_of(part, where, results) if one.reached is not None]
+    if not held:
+        return []
+    lost = missed(held)
+    rest = f"; missed: {grouped(lost)}" if lost else ""
+    return [f"{TITLES[part]} ({where}): {counts(held, ' targets are met')}{rest}."]
+
+
+def slow_words(part: str, rows: Sequence[Row]) -> list[str]:
+    """Of each GPU the fewest tokens at which a method is slower than bfloat16, at any shape, by that number."""
+    firsts: dict[str, dict[str, int]] = {}
+    for where, results in by_run(rows, part).items():
+        if where.device != "cpu":
+            mine = firsts.setdefault(where.device, {})
+            for method, at in slow_rows(results):
+                mine[method] = min(mine.get(method, at[0]), at[0])
     words = []
-    if held:
-        lost = missed(held)
-        rest = f"; missed: {grouped(lost)}" if lost else ""
-        words.append(f"{name}: {counts(held, ' targets are met')}{rest}.")
-    slow = [f"{method} at {', '.join(f'{rows}' for rows in at)}" for method, at in slow_rows(results)]
-    if slow:
-        words.append(f"{name}, slower than bfloat16: {'; '.join(slow)} rows.")
+    for device, found in firsts.items():
+        groups = [
+            f"{tokens} token{'s' * (tokens > 1)}: {', '.join(name for name, first in found.items() if first == tokens)}"
+            for tokens in sorted(set(found.values()))
+        ]
+        if groups:
+            words.append(
+                f"{TITLES[part]} ({device}), slower than bfloat16 at some shape from {'; from '.join(groups)}."
+            )
     return words
 
 
@@ -98,7 +148,7 @@ def grouped(targets: Sequence[Target]) -> str:
     for one in targets:
         method, _, rows = one.name.rpartition(", ")
         found.setdefault(method, []).append(rows.partition(" ")[0])
-    return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " rows"
+    return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " tokens"
 
 
 def outputs_words(rows: Sequence[Row]) -> list[str]:
@@ -109,8 +159,8 @@ def outputs_words(rows: Sequence[Row]) -> list[str]:
     worst = max(found, key=lambda row: row.value)
     layers = len({row.line for row in found})
     return [
-        f"{layers} layers on a CPU: outputs differ from the product of what is stored by at most {worst.value:.1e} of their "
-        f"size ({worst.method})."
+        f"{layers} layers on a CPU: outputs differ from the matmul of the dequantized weight by at most "
+        f"{worst.value:.1e} of their size ({worst.method})."
     ]
 
 
@@ -173,7 +223,7 @@ def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
         else results.value(setting, method, limit.metric)
     )
     unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
-    name = f"{method}, {rows} row{'s' * (rows > 1)}"
+    name = f"{method}, {rows} token{'s' * (rows > 1)}"
     digits, day = ".1f" if is_time else ".2f", results.day(setting, method)
     return limit.target(name, value, unit=unit, value_format=digits, day=day)
 
@@ -207,19 +257,23 @@ TITLES = {
     TORCHAO: "Beside torchao",
 }
 TEXT = (
-    "Microseconds of a call as CUDA graphs, of layers and inputs in turn that exceed the L2 cache; quantizing inputs is in it. "
-    "Methods of a table take turns. From 1024 rows on each is timed after calls of its own, when the GPU's clock has settled.",
-    "The floor is what weight, inputs and outputs take once at the rate of a copy, or the operations at the rate of an "
-    "8192-cubed product of such elements, whichever is more; both rates were measured in the same process. Host: what the host "
-    "spends on a call in eager mode. Kernel: `dequantize` is a dense product after the weight was dequantized.",
+    (
+        "Microseconds of a call, replayed as CUDA graphs over layers and inputs that together exceed the L2 cache; "
+        "quantizing the inputs is included. Methods of a table take turns. From 1024 tokens on each is timed after "
+        "calls of its own, when the GPU's clock has settled."
+    ),
+    (
+        "The roofline bound is the time to move weight, inputs and outputs once at the memory bandwidth, or to do the "
+        "operations at the rate of an 8192-cubed matmul of such elements, whichever is more; both rates were measured "
+        "in the same process. Host: time the host spends on a call in eager mode. Kernel: `dequantize` is a dense "
+        "matmul after dequantizing the weight."
+    ),
 )
 GROUPED = (
-    "Rows are sorted by expert, two a token of experts drawn at random; bfloat16 is `torch._grouped_mm`. The floor reads those "
-    "experts alone that have rows."
+    "Tokens are sorted by expert, two experts a token drawn at random; bfloat16 is `torch._grouped_mm`. The "
+    "roofline bound reads only the experts that have tokens."
 )
-COMPARED = (
-    "torchao's layers are compiled for each number of rows, but for int4wo, which is a kernel of its own."
-)
+COMPARED = "torchao's layers are compiled for each number of tokens, except int4wo, which has its own kernel."
 NOTES = {TORCHAO: [COMPARED], EXPERTS: [GROUPED]}
 #: Of a metric: the column, digits.
 COLUMNS = {
@@ -227,7 +281,7 @@ COLUMNS = {
     f"{TIME}, 20%": ("20%", 1),
     f"{TIME}, 80%": ("80%", 1),
     SPEED: ("speed over bfloat16", 2),
-    FLOOR: ("of the floor", 2),
+    FLOOR: ("share of the roofline bound", 2),
     HOST: ("host (us)", 1),
 }
 
@@ -250,7 +304,9 @@ def speed_map(part: str, where: Where, results: Results, methods: list[str], row
     methods = [name for name in methods if name != BASE.name]
     values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
     figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16")
-    caption = f"{TITLES[part]}, {where.data}, {where.device}: speed over bfloat16 by rows of inputs."
+    caption = (
+        f"{TITLES[part]}, {readable(where.data)}, {where.device}: speed over bfloat16 by number of tokens."
+    )
     return Drawing(f"linear-{part}-{where.data}-{where.ending}", caption, figure)
 
 
@@ -266,7 +322,8 @@ def rows_table(results: Results, rows: int) -> Table:
             cell = "" if error is None else f"{error:.1e}"
             lines.append([method, *values, kernel(results, setting, method), cell])
     names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", "relative error"]
-    return Table(setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).rows)
+    caption = f"{rows} token{'s' * (rows > 1)}"
+    return Table(caption, names, lines, results.with_setting(setting).rows)
 
 
 def target_table(targets: list[Target], rows: Sequence[Row]) -> list[Table]:
@@ -282,8 +339,9 @@ def limit_of(one: Target) -> str:
 
 
 OUTPUTS_TEXT = (
-    "The relative error is the norm of the difference over that of the product in float32 of the stored weight (and of the "
-    "quantized inputs). Rounding outputs to bfloat16 is 1.7e-3 of it; kernel `dequantize` rounds weights to bfloat16 first."
+    "The relative error is the norm of the difference from the float32 matmul of the dequantized weight (and of the"
+    " quantized inputs), over its norm. Rounding outputs to bfloat16 alone is 1.7e-3; kernel `dequantize` rounds "
+    "weights to bfloat16 first."
 )
 
 

@@ -13,10 +13,12 @@ EXPERIMENT = "loka"
 TITLE = "Low precision in recommendation models"
 QUESTION = "Where is low precision safe in recommendation models, what does it cost, and is a kernel right?"
 ABOUT = (
-    "LoKA (arXiv 2605.10886) trains large recommendation models in FP8 by three parts: Probe measures each layer's errors on "
-    "learned inputs, Mods change models, Dispatch chooses kernels. It has no public code, and what is known of it stands in "
-    "readers' notes: what is here is a reconstruction, on a reproduction's models and on synthetic impressions of a documented "
-    "generator, with estimators of our own.",
+    (
+        "LoKA (arXiv 2605.10886) trains large recommendation models in FP8 in three parts: Probe measures each layer's "
+        "errors on learned inputs, Mods change models, Dispatch chooses kernels. Its code is not public; this is a "
+        "reconstruction from descriptions of the paper, on reproduced models and on synthetic impressions of a "
+        "documented generator, with estimators of our own."
+    ),
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("loka-faults-full", "loka-faults-full-cpu", "loka-faults-quick")

@@ -48,10 +48,10 @@ COST_TEXT = (
     "LoKA samples every 100 steps (published: at most 1% of the time).",
 )
 FAULT_TEXT = (
-    "Faulty kernels of `reference.probe.faults` and what tells them from right ones: standard errors of the surest test of "
-    "`ao_lab.testing.probe_kernel` (inputs as they are, times powers of two, of other lengths, with a NaN; 10^6 where "
-    "something is infinite or NaN that may not be). From 5 on it is a fault. MERE of inputs as they are, beside it, in its own "
-    "standard errors over eight samples of a right kernel. LoKA reports one fault: MERE 0.42 for the right and the "
+    "Defective kernels of `reference.probe.faults` and what tells them from correct ones: standard errors of the strongest "
+    "test of `ao_lab.testing.probe_kernel` (inputs as they are, times powers of two, of other lengths, with a NaN; 10^6 where "
+    "something is infinite or NaN that may not be). From 5 on the kernel is defective. MERE of inputs as they are, in its own "
+    "standard errors over eight samples of a right kernel. LoKA reports one defect: MERE 0.42 for the correct and the "
     "faulty kernel on random inputs, 0.37 and 17.04 on learned ones.",
 )
 
@@ -249,7 +249,7 @@ def fault_table(results: Results) -> Table:
                 f"{named:.0f} of {len(KINDS)}",
             ]
         )
-    return Table("Standard errors that find a fault", columns, body, results.rows)
+    return Table("Standard errors that find a defect", columns, body, results.rows)
 
 
 def alarm_table(results: Results) -> Table:

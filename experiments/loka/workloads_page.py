@@ -28,9 +28,12 @@ QUALITY_TEXT = (
     "Mods (no bias, block norm over 256 columns, hard swish) change the function; what the paper's are exactly is not public.",
 )
 POLICY_TEXT = (
-    "One network's layers, each with a recipe (or none) in each of its three products: uniform, by LoKA's rule (mean relative "
-    "error below 0.2, quicker by 1.05; our reconstruction), and by the knapsack of `dispatch_`: least time while what logits "
-    "move by stays within a budget. The last column is how far its time is above a bound of all choices within the budget.",
+    (
+        "One network's layers, each with a recipe (or none) in each of its three matmuls: the same everywhere, by "
+        "LoKA's rule (mean relative error below 0.2, faster by 1.05; our reconstruction), and by the knapsack of "
+        "`dispatch_`: least time while the change of the logits stays within a budget. The last column is how far its "
+        "time is above a bound of all choices within the budget."
+    ),
     "Times on a CPU are modelled: multiply-adds, bytes and casts of one H200 at batch 8192, for layers eight times as long.",
 )
 SPEED_TEXT = (

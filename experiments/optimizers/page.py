@@ -26,9 +26,11 @@ ABOUT = (
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("optimizers-largest-update-full", "optimizers-largest-update-quick")
 TEXT = (
-    "In each block of 256 gradients one is larger than the others by the ratio. Numbers are over steps 11 to 60, from moments "
-    "of 0; with float32 states every largest update is 1. Where small gradients become 0, they do from step 40 on, as those of "
-    "rows of an embedding that a batch does not have.",
+    (
+        "In each block of 256 gradients one is larger than the others by the ratio. Numbers are over steps 11 to 60, "
+        "from moments of 0; with float32 states every largest update is 1. Where small gradients become 0, they do so "
+        "from step 40 on, as for rows of an embedding whose tokens a batch does not contain."
+    ),
     "torchao's functions are those of its release, uncompiled. bitsandbytes stores the same map in the same blocks.",
 )
 TRAININGS = (

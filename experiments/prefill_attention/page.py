@@ -13,11 +13,13 @@ from experiments.report.results import Results, Where, best_run, by_run, number
 
 EXPERIMENT = "prefill_attention"
 TITLE = "Attention in 8 bits"
-QUESTION = "What does attention lose when both of its matrix products have operands in 8 bits?"
+QUESTION = "How much accuracy does attention lose when both of its matmuls have 8-bit operands?"
 ABOUT = (
-    "Queries by keys in int8 or e4m3, after a Hadamard transform of both and without the mean key, neither of which changes "
-    "softmax; weights by values in e4m3, in sums of two levels. Errors are on the activations of trained models, and "
-    "predictions beside the model's own.",
+    (
+        "Queries times keys in int8 or e4m3, after a Hadamard transform of both and without the mean key, neither of "
+        "which changes softmax; weights times values in e4m3, with sums in two levels. Errors are measured on the "
+        "activations of trained models, and predictions beside the model's own."
+    ),
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = tuple(

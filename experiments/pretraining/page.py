@@ -10,11 +10,13 @@ from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 
-TITLE = "Language models trained from scratch: stand-ins in bytes"
+TITLE = "Byte-level language models trained from scratch (proxy models)"
 QUESTION = "How well do the models that are the baseline of low-precision training train?"
 ABOUT = (
-    "Stand-ins: byte-level Llamas trained here from random weights, in bfloat16 on a GPU. They are the baseline of "
-    "low-precision training; learning rates beside each other show how well each is trained.",
+    (
+        "Proxy models: byte-level Llamas trained here from random weights, in bfloat16 on a GPU. They are the baseline "
+        "of low-precision training; neighbouring learning rates show how well each is trained."
+    ),
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("pretraining-full-prose", "pretraining-full", "pretraining-quick-prose", "pretraining-quick")

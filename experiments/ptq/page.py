@@ -7,25 +7,31 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
-from experiments.ptq.real_page import real_findings, real_sections, short_finding
+from experiments.ptq.real_page import real_card, real_findings, real_sections, short_finding
 from experiments.ptq.run import LAYERS, QUALITY
 from experiments.ptq.task_page import task_findings, task_sections
 from experiments.report import accuracies
-from experiments.report.content import Comparison, Drawing, Section, Table
+from experiments.report.content import Card, Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-TITLE = "Post-training quantization: real pretrained models, and a stand-in in detail"
-QUESTION = "How much loss does each scheme cost a trained model, without calibration?"
+TITLE = "Post-training quantization: pretrained models, and a small proxy model in detail"
+QUESTION = "How much does each scheme increase the loss of a trained model, without calibration?"
 ABOUT = (
-    "First real models: pretrained language models that pip packages carry, or anyone's folder "
-    "(`ao-lab reproduce ptq --model DIR`), perplexity and KL divergence on texts that they have not been calibrated on. Their "
-    "weights had been quantized before in these packages, on grids that no scheme here shares; tables say which.",
-    "Then models that are no language models, by metrics of their own: sentence encoders (film reviews, retrieval, distance of "
-    "vectors) and Whisper (word errors, loss), with weights that were never quantized.",
-    "Then a stand-in: a small byte-level Llama, trained here from scratch on the source of sympy. It compares all formats and "
-    "conventions with each other, stands beside no published value, and understates what formats cost: its activations have "
-    "few outliers.",
+    (
+        "First pretrained language models that pip packages carry, or your own (`ao-lab reproduce ptq --model DIR`): "
+        "perplexity and KL divergence on texts that were not used for calibration. These packages ship weights that had"
+        " been quantized before, on grids that no scheme here shares; tables say which."
+    ),
+    (
+        "Then other models with their own metrics: sentence encoders (film reviews, retrieval, distance of vectors) and"
+        " Whisper (word error rate, loss), whose weights were never quantized."
+    ),
+    (
+        "Then a proxy model: a small byte-level Llama, trained here from scratch on the source of sympy. It compares "
+        "all formats and conventions with each other, is compared with no published value, and understates the cost of "
+        "a format, since its activations have few outliers."
+    ),
     "Each scheme quantizes the weights of all linear layers, and in a second measurement their inputs too.",
 )
 #: Figures that the top of the page shows: the first that there is.
@@ -54,11 +60,17 @@ LABELLED = (
     "int2_g32",
 )
 TEXT = (
-    "A stand-in: not one of the models that papers report, but a small byte-level model of the Llama family, trained here from "
-    "scratch on the source of sympy. Its results compare formats with each other, and with no published value.",
-    "Every scheme quantizes the weights of all linear layers, lm_head included; the embedding and the norms stay float32 and "
-    "count as such in the size. Where activations are quantized too, each layer's input goes through the scheme that the line "
-    "names, with scales found for each input. Products are float32 throughout, so this is the format's error alone.",
+    (
+        "A proxy model: not one of the models that papers report, but a small byte-level model of the Llama family, "
+        "trained here from scratch on the source of sympy. Its results compare formats with each other, and with no "
+        "published value."
+    ),
+    (
+        "Every scheme quantizes the weights of all linear layers, lm_head included; the embedding and the norms stay "
+        "float32 and count as such in the size. Where activations are quantized too, each layer's input is quantized by"
+        " the scheme that the line names, with dynamic scales. Matmuls are in float32, so this is the error of the "
+        "format alone."
+    ),
     "Where one activation scale is over a whole tensor (tensorwise schemes, the outer scale of NVFP4), it is found for each "
     "window apart. Within a window it also sees what attention does not: the false continuations of all questions, and later "
     "text.",
@@ -79,7 +91,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     sentences = [
         *real_findings(rows),
         *task_findings(rows),
-        f"Stand-in, {where.scale} scale, {where.device}: {baseline_text(results)}",
+        f"Proxy model ({where.run}): {baseline_text(results)}",
     ]
     for activations, name in ((False, "weights"), (True, "weights and activations")):
         sentences += [noise_sentence(results, activations, name), width_sentence(results, activations, name)]
@@ -92,6 +104,11 @@ def main_finding(rows: Sequence[Row]) -> str:
         return real
     found = best_run(by_run(rows, QUALITY))
     return noise_sentence(found[1], False, "weights").removesuffix(".") if found else ""
+
+
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """What int8 weights and inputs cost the first real model."""
+    return real_card(rows)
 
 
 def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:
@@ -157,7 +174,7 @@ def quality(where: Where, results: Results) -> Section:
     if others:
         tables.append(quality_table(results, others, "Conventions of other projects"))
     return Section(
-        f"Quality and size of the stand-in ({where})",
+        f"Quality and size of the proxy model ({where})",
         [*where.corpus_notes, *TEXT, baseline_text(results)],
         drawings,
         tables,
@@ -326,7 +343,7 @@ def layers(where: Where, results: Results) -> Section:
         tables.append(
             Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, results.rows)
         )
-    return Section(f"Layers of the stand-in ({where})", text, drawings, tables)
+    return Section(f"Layers of the proxy model ({where})", text, drawings, tables)
 
 
 def layer_names(results: Results) -> list[str]:

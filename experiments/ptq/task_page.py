@@ -237,4 +237,4 @@ def finding(one: TaskRun, name: str, results: Results) -> str:
     if not known or base is None:
         return ""
     words = ", ".join(text for _, text in sorted(known))
-    return f"{one.run.model}, {metric} on {name} ({one.run.where.scale} scale; dense {base:.1f}%), change in points: {words}."
+    return f"{one.run.model}, {metric} on {name} ({one.run.where.run}; dense {base:.1f}%), change in points: {words}."

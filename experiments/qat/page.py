@@ -25,24 +25,29 @@ from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, Target, limits
 
-TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
+TITLE = "Loss recovered by QAT on a small proxy model"
 QUESTION = "How much of the loss of post-training quantization does training with fake quantization recover?"
 ABOUT = (
     "Anyone's model is measured by `ao-lab reproduce qat --model DIR`: fine-tuned as it is and for quantization, beside "
     "torchao's QAT and beside ways without training at their best.",
-    "A stand-in: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go on training "
-    "as they are and are quantized afterwards (PTQ), others train with fake quantization and are converted (QAT): equally "
-    "long, on the same text, over paired seeds.",
+    (
+        "A proxy model: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go "
+        "on training in full precision and are quantized afterwards (PTQ), others train with fake quantization and are "
+        "converted (QAT): equally long, on the same text, over paired seeds."
+    ),
     "Recovered is the part of the PTQ loss that QAT removes: 100 (PTQ - QAT) / (PTQ - float32), mean over seeds.",
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("qat-recovery-full-gpu", "qat-recovery-full-cpu", "qat-recovery-quick-cpu")
 
 TEXT = (
-    "A stand-in: a small byte-level model of the Llama family, trained here on the source of sympy. All models go on from "
-    "one trained model, those of a seed on the same text, for as many steps, with the same optimizer. One trains as it is; "
-    "its loss is the zero of all others, and quantized it is the line PTQ. The others train after QATConfig's step prepare for "
-    "the method of their line, and are measured after step convert: QAT. Every linear layer is quantized, lm_head too.",
+    (
+        "A proxy model: a small byte-level model of the Llama family, trained here on the source of sympy. All models "
+        "start from one trained model, those of a seed on the same text, for as many steps, with the same optimizer. "
+        "One trains in full precision; its loss is the zero of all others, and quantized it is the line PTQ. The others"
+        ' train after QATConfig\'s step "prepare" for the method of their line, and are measured after step "convert": '
+        "QAT. Every linear layer is quantized, lm_head too."
+    ),
     "Losses are increases in bits per byte on held-out text over float32 trained equally long, means over seeds of differences "
     "taken seed by seed; after the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds "
     "of 100 (PTQ - QAT) / (PTQ - float32).",
@@ -50,9 +55,11 @@ TEXT = (
     "begin with. On a GPU the rate (3e-4, not 1e-4) was chosen by one run on other text and other questions (see the log).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
-    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and "
-    "start where rounding has the least squared error. PTQ, clipped is the plain model under scales of that kind, and tells "
-    "what training recovers beyond clipping.",
+    (
+        "PTQ takes its scales from the amax of a block, as quantize_ does. Float32 scales are learned in QAT and start "
+        'where rounding has the least squared error. "PTQ, clipped" is the model trained in full precision with scales '
+        "of that kind, and shows what training recovers beyond clipping."
+    ),
 )
 
 
@@ -68,9 +75,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         recovered = with_interval(results, method, "recovered", 1)
         if recovered:
             words.append(f"{label(*method)} {recovered}%")
-    sentence = [
-        f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
-    ]
+    sentence = [f"QAT recovers of the PTQ loss ({where.run}, {seeds} seeds): {'; '.join(words)}."]
     return [*real, *(sentence if words else []), verdict(results).strip("*")]
 
 
@@ -137,7 +142,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
 
 def section(where: Where, results: Results, runs: Results) -> Section:
     """What was lost and recovered, targets that are missed, and every seed."""
-    title = f"Recovery on the stand-in ({where})"
+    title = f"Recovery on the proxy model ({where})"
     text = [*where.corpus_notes, verdict(results), baseline_text(results, runs), *TEXT]
     return Section(
         title,
@@ -199,8 +204,8 @@ def loss_plot(where: Where, results: Results) -> Drawing:
     labels = [label(*one) for one in found]
     figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=0.01)
     caption = (
-        "Loss of the model quantized after plain training (PTQ) and trained for quantization (QAT), means over seeds with 95% "
-        "intervals; linear below 0.01, logarithmic above."
+        "Loss of the model quantized after full-precision training (PTQ) and after quantization-aware training (QAT), "
+        "means over seeds with 95% intervals; linear below 0.01, logarithmic above."
     )
     return Drawing(figure_name(where), caption, figure)
 

@@ -37,8 +37,10 @@ TEXT = (
     "the best way without training (rounding, searched scales, GPTQ) in the place of PTQ, so that what clipping alone recovers "
     f"is not counted for training. Where the loss to recover is under {DEVIATIONS} of its deviations over seeds there is no "
     "percentage.",
-    "PTQ of the base model: the model as it came, quantized, over the model as it came. Learned scales start where Clip() puts "
-    "them. torchao's arm is prepared, trained and converted by torchao, beside the same PTQ.",
+    (
+        "PTQ of the base model: the original model, quantized, over the original model. Learned scales start where "
+        "Clip() puts them. torchao's QAT is prepared, trained and converted by torchao, beside the same PTQ."
+    ),
 )
 
 

@@ -69,12 +69,14 @@ def overheads() -> list[tuple[str, str, str, str, float | None, float | None]]:
 
 
 TITLE = "Time and memory of quantization-aware training"
-QUESTION = "What does quantization-aware training cost in time and memory over plain training?"
+QUESTION = "How much time and memory does quantization-aware training add to training?"
 ABOUT = (
-    "Time and peak memory of one training step (forward and backward in bfloat16, no optimizer) with fake quantization, over "
-    "plain training of the same model in the same process: two blocks of Llama-3-8B, and the whole of Llama-3.2-3B, random "
-    "weights.",
-    "torchao's QAT runs in turn with ours. On a CPU tiny stand-ins take the same path to show that it works.",
+    (
+        "Time and peak memory of one training step (forward and backward in bfloat16, no optimizer) with fake "
+        "quantization, over the same step without it in the same process: two blocks of Llama-3-8B, and the whole of "
+        "Llama-3.2-3B, random weights."
+    ),
+    "torchao's QAT takes turns with ours. On a CPU tiny proxy models run the same code as a check.",
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = (f"qat-overhead-{LLAMA_3_8B_TWO_LAYERS.name}",)
@@ -90,45 +92,50 @@ SAME_RECIPE = ("QAT 8da4w", f"{OURS}, {INT8_INT4}")
 NAMES = {
     LLAMA_3_8B_TWO_LAYERS.name: "Two blocks of Llama-3-8B",
     LLAMA_3_2_3B.name: "Llama-3.2-3B",
-    TINY_TWO_LAYERS.name: "Two tiny blocks, a stand-in",
-    TINY_ONE_LAYER.name: "A tiny model, a stand-in",
+    TINY_TWO_LAYERS.name: "Two tiny blocks, a proxy model",
+    TINY_ONE_LAYER.name: "A tiny proxy model",
 }
 STEP = (
-    "A step is forward and backward in bfloat16, without optimizer, without recomputation of activations. Random weights, two "
-    "texts of 4096 tokens. All variants run in turn in one process, plain training first and last in each round; each takes "
-    "two steps before the one that is timed, since a GPU at its power limit runs faster after a step that was easy on it. "
-    "Time is the median over rounds with the 20% and 80% quantiles, and 'again' is what the two timings of plain training "
-    "differ by. Compiled models are compiled block by block.",
+    (
+        "A step is forward and backward in bfloat16, without optimizer, without recomputation of activations. Random "
+        "weights, two texts of 4096 tokens. All variants take turns in one process, bfloat16 without quantization first"
+        " and last in each round; each takes two steps before the timed one, since a GPU at its power limit runs faster"
+        " after an easy step. Time is the median over rounds with the 20% and 80% quantiles, and 'again' is the "
+        "difference of the two timings of bfloat16. Compiled models are compiled block by block."
+    ),
     "Peak memory is the most that was allocated in a step, weights, gradients and batch of the model included, those of other "
     "variants not. Saved for backward are all tensors that autograd holds between forward and backward, each once, without "
     "weights and batch.",
-    "Rounding operands is work that plain training does not have. 'Bytes to round' is what it moves if "
-    "nothing is saved for backward that plain training does not save: each operand of each linear layer is read and written "
-    f"in forward and again in backward. A GB takes {1e12 / COPY_RATE:.2f} ms at the copy rate of an H200, "
-    f"{COPY_RATE / 1e12:g} TB/s, which is assumed and not measured in these runs. "
-    "No training that rounds the operands of each layer on its own, and saves nothing more, "
+    "Rounding operands is work that training without quantization does not have. 'Bytes to round' is what it moves if nothing "
+    "more is saved for backward: each operand of each linear layer is read and written in forward and again in backward. "
+    f"A GB takes {1e12 / COPY_RATE:.2f} ms at the memory bandwidth of an H200, {COPY_RATE / 1e12:g} TB/s, which is assumed and "
+    "not measured in these runs. No training that rounds the operands of each layer on its own, and saves nothing more, "
     "costs less, as long as it multiplies what it has rounded in bfloat16.",
-    "'Products of codes': forward multiplies the integers or 8-bit floats themselves, by the kernel of the converted layer and "
-    "with its bits; gradients are those of QAT, products of bfloat16. 'Products by rowwise': operands are rounded as served, "
-    "then cast as the recipe `rowwise` trains, all three products in 8-bit floats; output and gradients carry that cast too. "
-    "Integers in groups of 32 have no such forward: a scale for each 32 products of a sum costs the units of sums more than "
-    "bfloat16 does.",
+    (
+        "'Products of codes': the forward multiplies the quantized integers or 8-bit floats themselves, with the kernel"
+        " of the converted layer and bitwise equal to it; gradients are those of QAT, with bfloat16 matmuls. 'Products "
+        "by rowwise': operands are rounded as served, then cast as the recipe `rowwise` trains, all three matmuls in "
+        "8-bit floats; output and gradients carry that cast too. Integers in groups of 32 have no such forward: a scale"
+        " for each 32 addends costs more than a bfloat16 matmul."
+    ),
 )
 BLOCKS = (
     f"**Targets of ours**: {limit_of(EXPERIMENT, OURS, TIME).bound:.0f}% time and "
-    f"{limit_of(EXPERIMENT, OURS, MEMORY).bound:.0f}% peak memory over plain training, all recipes, "
-    "eager and compiled; no more time than plain training where products are faster than those of bfloat16; with adapters "
-    "beside frozen quantized weights (rank 16, nothing else trained) neither more time nor more memory than plain training of "
-    "everything.",
+    f"{limit_of(EXPERIMENT, OURS, MEMORY).bound:.0f}% peak memory over bfloat16 training, all recipes, "
+    "eager and compiled; no more time where matmuls are faster than those of bfloat16; with LoRA adapters beside frozen "
+    "quantized weights (rank 16, nothing else trained) neither more time nor more memory than training all "
+    "weights in bfloat16.",
 )
 WHOLE = (
     "28 layers, a vocabulary of 128256 tied to the output layer, loss of the next token. The linear layers of the blocks are "
     "quantized; embedding and output layer are not.",
 )
 STAND_IN = (
-    "**A stand-in**: sizes too small for times to mean anything, on a processor where rounding runs the reference. It takes "
-    "the path that the real shapes take on a GPU, with all checks, so these rows say what works here. Bytes saved for "
-    "backward are exact and do mean something: ours saves what plain training saves.",
+    (
+        "**A proxy model**: too small for times to mean anything, on a CPU where rounding uses the reference. It runs "
+        "the same code as the real shapes on a GPU, with all checks. Bytes saved for backward are exact: ours saves "
+        "what training without quantization saves."
+    ),
 )
 BESIDE = (
     "Published costs of quantization-aware training are of whole runs of fine-tuning, optimizer, data and (where stated) "
@@ -156,12 +163,12 @@ COLUMNS = (
     "20%",
     "80%",
     "tokens/s",
-    "time over plain (%)",
-    "rounding at the copy rate (ms)",
+    "time over bfloat16 training (%)",
+    "bytes to round (GB)",
     "peak (GB)",
-    "over plain (%)",
+    "over bfloat16 training (%)",
     "saved for backward (MB)",
-    "over plain (%)",
+    "over bfloat16 training (%)",
     "change of the result",
     "first step (s)",
     "state",
@@ -266,7 +273,7 @@ def section(where: Where, results: Results) -> Section:
     if where.data == LLAMA_3_2_3B.name:
         paragraphs += BESIDE
         tables.append(published_table())
-    return Section(f"{NAMES.get(where.data, where.data)} ({where})", paragraphs, drawings, tables)
+    return Section(f"{NAMES.get(where.data, where.data)} ({where.run})", paragraphs, drawings, tables)
 
 
 def lines_of(results: Results) -> list[tuple[str, str]]:
@@ -300,7 +307,7 @@ def again(results: Results) -> list[str]:
     """What two timings of plain training differ by."""
     found = [row for row in results.rows if row.metric == "time again over plain"]
     words = ", ".join(f"{row.setting} {row.value:+.2f}%" for row in found)
-    return [f"Plain training again, over itself: {words}."] if words else []
+    return [f"bfloat16 timed again, over itself: {words}."] if words else []
 
 
 def table(results: Results) -> Table:
@@ -318,7 +325,14 @@ def published_table() -> Table:
         [method, model, hardware, number(time, 1), number(memory, 1), source]
         for model, hardware, source, method, time, memory in overheads()
     ]
-    columns = ["training", "model", "on", "time over plain (%)", "memory over plain (%)", "source"]
+    columns = [
+        "training",
+        "model",
+        "on",
+        "time over bfloat16 training (%)",
+        "memory over bfloat16 training (%)",
+        "source",
+    ]
     return Table("Published, for comparison", columns, lines)
 
 
@@ -330,8 +344,13 @@ def plot(where: Where, results: Results) -> Drawing:
         for name, metric in (("time", TIME), ("peak memory", MEMORY))
     }
     figure = dots(
-        [f"{method}, {setting}" for setting, method in lines], series, "percent over plain training", base=0.0
+        [f"{method}, {setting}" for setting, method in lines],
+        series,
+        "percent over bfloat16 training",
+        base=0.0,
     )
     return Drawing(
-        f"qat-overhead-{where.data}{where.device_ending}", "Time and peak memory over plain training.", figure
+        f"qat-overhead-{where.data}{where.device_ending}",
+        "Time and peak memory over bfloat16 training without fake quantization.",
+        figure,
     )

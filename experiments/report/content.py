@@ -7,13 +7,13 @@ experiment's record names. It is information: nothing fails by it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import changed_files
-from experiments.harness.rows import Row
+from experiments.harness.rows import CORPUS, Row, table_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +44,16 @@ class Table:
         """When and at which commits its rows were measured, and what has changed since; nothing where it names no rows."""
         return note(self.rows)
 
+    @property
+    def devices(self) -> list[str]:
+        """The devices of its rows."""
+        return devices_of(self.rows)
+
+    @property
+    def subjects(self) -> list[str]:
+        """The models, shapes or data that its rows are of, in words."""
+        return subjects_of(self.rows)
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -52,6 +62,11 @@ class Drawing:
     name: str
     caption: str
     figure: Figure
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is drawn on any of its axes."""
+        return not any(axis.has_data() for axis in self.figure.axes)
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,50 @@ class Section:
     paragraphs: Sequence[str] = ()
     drawings: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all of its tables."""
+        return [row for table in self.tables for row in table.rows]
+
+    @property
+    def devices(self) -> list[str]:
+        """Their devices."""
+        return devices_of(self.rows)
+
+    @property
+    def subjects(self) -> list[str]:
+        """The models, shapes or data that they are of, in words."""
+        return subjects_of(self.rows)
+
+    @property
+    def measured(self) -> str:
+        """Devices and days of its rows; nothing where its tables name none."""
+        return ", ".join(filter(None, (*self.devices, days_of(self.rows))))
+
+
+#: The series of the first page's figure that holds another library's value.
+PEER = "torchao (2:4: cuSPARSELt)"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number of the first screen: its row, what it says, what it stands beside, and lines of the figure.
+
+    row: whose value it is, and whose history is kept. value: as it is shown, such as ``2.91x``. what: of what, in a few words.
+    beside: what it is compared with. bars: for the figure, values over bfloat16 by series (ours, a library), by label.
+    """
+
+    row: Row
+    value: str
+    what: str
+    beside: str
+    bars: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+
+    @property
+    def day(self) -> str:
+        """When it was measured."""
+        return self.row.date[:10]
 
 
 @dataclass(frozen=True)
@@ -77,7 +136,7 @@ class Headline:
     @property
     def devices(self) -> list[str]:
         """The devices of its rows."""
-        return list(dict.fromkeys(row.device for row in self.rows))
+        return devices_of(self.rows)
 
     @property
     def days(self) -> str:
@@ -91,6 +150,43 @@ def headlines_of(text: str, **rows: Row | None) -> list[Headline]:
     if len(found) < len(rows):
         return []
     return [Headline(text.format(**{name: row.value for name, row in found.items()}), list(found.values()))]
+
+
+def devices_of(rows: Iterable[Row]) -> list[str]:
+    """The devices of rows, in their order; a CPU as people write it."""
+    return list(dict.fromkeys("CPU" if row.device == "cpu" else row.device for row in rows))
+
+
+def subjects_of(rows: Iterable[Row]) -> list[str]:
+    """What rows are of, in their order: a model, a shape, a corpus (`readable`)."""
+    return [readable(data) for data in dict.fromkeys(table_parts(row.table)[2] for row in rows)]
+
+
+#: Names of data as people write them.
+WRITTEN = {
+    "model": "the model itself",
+    "sam-vit-h-random": "SAM ViT-H (random weights)",
+    "sam-vit-l-random": "SAM ViT-L (random weights)",
+    "layernorm-linear-sigmoid": "LayerNorm-Linear-Sigmoid",
+}
+LLAMA = re.compile(r"llama-(\d(?:\.\d)?)-(\d+)b")
+
+
+def readable(data: str) -> str:
+    """The data of a table in words: shapes with spaces, a corpus without its hash, a Llama by its name."""
+    if data in WRITTEN:
+        return WRITTEN[data]
+    if corpus := CORPUS.fullmatch(data):
+        return f"corpus {corpus.group(1)}"
+    text = LLAMA.sub(lambda found: f"Llama-{found.group(1)}-{found.group(2)}B", data)
+    text = re.sub(r"-random\b", " (random weights)", text)
+    text = re.sub(r"-(two-blocks|\d+-layers?)\b", lambda found: ", " + found.group(1).replace("-", " "), text)
+    text = re.sub(
+        r"\b(\d+) rows\b",
+        lambda found: f"{found[1]} token{'s' * (found[1] != '1')}",
+        text.replace("stand-in", "proxy"),
+    )
+    return re.sub(r"(?<=\d)x(?=\d)", " x ", text)
 
 
 def days_of(rows: Sequence[Row]) -> str:
@@ -151,7 +247,8 @@ def measured_at(rows: Iterable[Row]) -> str:
     commits = commits_of(rows)
     if len(commits) > NAMED:
         days = list(commits.values())
-        return f"measured {days[0]} to {days[-1]} at {len(commits)} commits, the oldest {next(iter(commits))}"
+        between = " to ".join(dict.fromkeys((days[0], days[-1])))
+        return f"measured {between} at {len(commits)} commits, the oldest {next(iter(commits))}"
     at: dict[str, list[str]] = {}
     for commit, day in commits.items():
         at.setdefault(day or "an unknown day", []).append(commit or "an unknown commit")

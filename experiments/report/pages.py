@@ -1,16 +1,18 @@
-"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, Markdown beside them, and
-``limits.md``, and the answers to the paper's open questions (`experiments.report.questions`). They read rows, and of git what
-has changed since; ``families.md`` reads records of kernels.
+"""Pages: ``reports/index.html`` (the first screen and a line an experiment), ``scoreboard.html`` (published values),
+``history.html``, a page of each experiment and further ones of its longest tables, Markdown beside them, ``limits.md``, and the
+answers to the paper's open questions (`experiments.report.questions`). They read rows, and of git what has changed since;
+``families.md`` reads records of kernels.
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
-`experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones: the scoreboard),
-`headlines(rows)` (for the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached)
-and `targets_by_run(rows)` (`experiments.report.targets`). This module turns them into HTML and Markdown.
+`experiments.report.content`). It may have `cards(rows)` (numbers of the first screen), `comparisons(rows)` (published values
+beside measured ones: the scoreboard), `headlines(rows)` (for README.md), `main_finding(rows)` (a few words for its line there;
+else how many targets are reached) and `targets_by_run(rows)` (`experiments.report.targets`). Modules are given the rows of full
+runs, where there are any (`results.shown`).
 
-Tables of the HTML pages sort and filter without a network: script and style of DataTables come from the package itables (MIT).
-They are stored compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without
-scripts the tables are plain HTML.
+Pages need no network and no server. Tables sort and filter by the package itables (DataTables, MIT), whose script is stored
+compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without scripts tables
+are plain HTML.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ import base64
 import gzip
 import importlib.resources
 import json
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,86 +36,24 @@ from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
 from experiments.report import families, peers, questions
-from experiments.report.accuracies import counted as counted_accuracies
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
-from experiments.report.plots import svg
-from experiments.report.results import number
-from experiments.report.targets import RunTargets, counted, missed_tables
-
-COLUMNS = (
-    "model",
-    "method",
-    "metric",
-    "unit",
-    "published",
-    "on",
-    "ours",
-    "on",
-    "ours / published",
-    "better",
-    "source",
+from experiments.report.content import (
+    Card,
+    Comparison,
+    Drawing,
+    Headline,
+    Section,
+    Table,
+    days_of,
+    devices_of,
+    note,
+    subjects_of,
 )
-#: Metrics of which less is better.
-LESS = ("memory", "size", "perplexity")
-
-
-@dataclass(frozen=True)
-class Scoreboard:
-    """The tables, the sources that their last column counts from 1, and how many accuracies are measured."""
-
-    tables: Sequence[Table]
-    sources: Sequence[str]
-    accuracies: str = ""
-
-    @property
-    def measured(self) -> Sequence[Table]:
-        """The table of values that have a measured one beside them; none where there is none."""
-        return [table for table in self.tables if tuple(table.columns) == COLUMNS]
-
-
-def scoreboard(found: Sequence[Comparison]) -> Scoreboard:
-    """Published values that were measured here (ratios first, as they compare across devices), and those that were not."""
-    sources = list(dict.fromkeys(one.source for one in found))
-    measured = sorted((one for one in found if one.measured is not None), key=lambda one: one.unit != "ratio")
-    missing = [one for one in found if one.measured is None]
-    tables = [
-        Table(
-            "Published values and ours, of the same model, method and metric",
-            COLUMNS,
-            [line(one, sources) for one in measured],
-        ),
-        Table(
-            "Published values without a measured one",
-            (*COLUMNS[:6], "measured by", "source"),
-            [[*line(one, sources)[:6], one.command or one.reason, line(one, sources)[-1]] for one in missing],
-        ),
-    ]
-    return Scoreboard([table for table in tables if table.lines], sources, counted_accuracies(found))
-
-
-def line(one: Comparison, sources: Sequence[str]) -> list[str]:
-    """The cells of one published value."""
-    return [
-        one.model,
-        one.method,
-        one.metric,
-        one.unit,
-        short(one.published),
-        one.published_on,
-        short(one.measured),
-        one.measured_on,
-        number(one.ratio, 2),
-        "less" if any(word in one.metric for word in LESS) else "more",
-        f"[{sources.index(one.source) + 1}]",
-    ]
-
-
-def short(value: float | None) -> str:
-    """A value with about four digits, as many as are published."""
-    if value is None:
-        return ""
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
-    return number(value, digits)
+from experiments.report.history import History, histories, remember
+from experiments.report.plots import dots, svg
+from experiments.report.results import shown as shown_rows
+from experiments.report.scoreboard import Scoreboard, scoreboard
+from experiments.report.targets import RunTargets, counted, missed_tables
+from experiments.report.texts import inline, lead, parts
 
 
 @lru_cache(maxsize=1)
@@ -131,18 +70,22 @@ def packed(data: bytes) -> str:
 
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-#: The first value in a cell, by which a column is sorted.
-NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
-#: Cells that are values, perhaps with an error or parentheses: what else holds digits is a name.
-VALUE = re.compile(r"\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?")
 #: Lines of a table in Markdown, and of all tables of a page; longer and later ones are in HTML alone.
 MOST_LINES, MOST_OF_PAGE = 40, 400
+#: Characters of the tables of a page, and of one of its further pages of tables; tags included, about.
+MOST_OF_TABLES, MOST_OF_FURTHER = 150_000, 250_000
+#: Numbers of the first screen.
+MOST_CARDS = 6
+#: The figure of the first screen.
+OVERVIEW = "overview"
+#: What pages share, in the folder beside them.
+ASSETS = ("report.css", "report.js")
 
 
 @dataclass(frozen=True)
 class Page:
     """One experiment: what its page says, the file of its rows, how many there are, when and with what they were measured; for
-    the first page its question, headlines and main finding; the targets of its runs."""
+    the first page its question, cards, headlines and main finding; the targets of its runs."""
 
     name: str
     title: str
@@ -152,17 +95,17 @@ class Page:
     sections: Sequence[Section]
     comparisons: Sequence[Comparison]
     file: str
-    rows: int
+    rows: Sequence[Row]
     measured: str
-    days: str
     versions: Sequence[str]
     pictures: dict[str, str] = field(default_factory=dict)
     question: str = ""
+    cards: Sequence[Card] = ()
     headlines: Sequence[Headline] = ()
     main_finding: str = ""
     targets: Sequence[RunTargets] = ()
 
-    @property
+    @cached_property
     def board(self) -> Scoreboard:
         """Its published values beside measured ones."""
         return scoreboard(self.comparisons)
@@ -177,29 +120,179 @@ class Page:
         """How many targets are reached."""
         return counted(self.targets)
 
+    @property
+    def days(self) -> str:
+        """The first and the last day of its rows."""
+        return days_of(self.rows)
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of its rows."""
+        return devices_of(self.rows)
+
+    @property
+    def subjects(self) -> list[str]:
+        """The models, shapes or data of its rows, in words."""
+        return subjects_of(self.rows)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """What its filter suggests: methods that begin a line of a table."""
+        methods = dict.fromkeys(row.method for row in self.rows)
+        first = {
+            line[0] for section in self.sections for table in section.tables for line in table.lines if line
+        }
+        return [name for name in methods if name in first]
+
+    @cached_property
+    def further(self) -> list[list[tuple[Section, Table]]]:
+        """The tables that its page has no room for, in pages of their own."""
+        return further_pages(self.sections)
+
+    def place(self, table: Table) -> str:
+        """The address of a table on another page; "" of one that stands on the experiment's own."""
+        for number, tables in enumerate(self.further, 1):
+            if any(table is other for _, other in tables):
+                return f"{self.name}-tables-{number}.html#table-{self.number(table)}"
+        return ""
+
+    def number(self, table: Table) -> int:
+        """The place of a table among all of the experiment's, from 1."""
+        return 1 + [id(one) for section in self.sections for one in section.tables].index(id(table))
+
+
+def further_pages(sections: Sequence[Section]) -> list[list[tuple[Section, Table]]]:
+    """The tables of the sections that do not fit into a page, in their order, as many a page as fit; what was measured last
+    stays on the experiment's own."""
+    left, moved = MOST_OF_TABLES, list[Section]()
+    for section in sorted(
+        sections, key=lambda one: max((row.date for row in one.rows), default=""), reverse=True
+    ):
+        size = sum(map(characters, section.tables))
+        if size <= left:
+            left -= size
+        else:
+            moved.append(section)
+    pages: list[list[tuple[Section, Table]]] = []
+    room = 0
+    for section in (one for one in sections if any(one is other for other in moved)):
+        for table in section.tables:
+            room -= characters(table)
+            if room < 0:
+                pages.append([])
+                room = MOST_OF_FURTHER - characters(table)
+            pages[-1].append((section, table))
+    return pages
+
+
+def characters(table: Table) -> int:
+    """About how long a table is in HTML."""
+    return (
+        sum(len(cell) + 4 for line in (table.columns, *table.lines) for cell in line)
+        + 5 * len(table.lines)
+        + 600
+    )
+
 
 def write_pages(places: Paths) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
-    rows = {name: tidy.read(places.rows(name)) for name in EXPERIMENTS}
-    pages = [page for name in EXPERIMENTS if (page := make_page(places, name, rows[name]))]
-    board = scoreboard([one for page in pages for one in page.comparisons])
-    written: Written = []
-    for page in pages:
-        for name, picture in page.pictures.items():
-            tidy.write_text(places.figures / f"{name}.svg", picture)
-        for kind in ("md", "html"):
-            path = places.reports / f"{page.name}.{kind}"
-            tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
-            written.append((f"{page.name}: page", shown(path)))
-    tidy.write_text(places.reports / "assets" / "datatables.js", script())
-    unmet = peers.missing(rows)
-    for name in ("index.html", "README.md", "limits.md"):
-        path = places.reports / name
-        tidy.write_text(
-            path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit(), unmet=unmet)
-        )
-        written.append(("report", shown(path)))
+    rows = {name: shown_rows(tidy.read(places.rows(name))) for name in EXPERIMENTS}
+    pages = make_pages(places, rows)
+    written = [one for page in pages for one in write_page(places, page)]
+    written += write_first(places, pages, rows)
+    remove_old(places, pages)
     return written + write_answers(places, rows) + write_families(places.reports / "families.md")
+
+
+def make_pages(places: Paths, rows: Mapping[str, Sequence[Row]] | None = None) -> list[Page]:
+    """The pages of all experiments that have rows."""
+    given = rows or {}
+    return [page for name in EXPERIMENTS if (page := make_page(places, name, given.get(name)))]
+
+
+def write_page(places: Paths, page: Page) -> Written:
+    """The files of one experiment."""
+    for name, picture in page.pictures.items():
+        tidy.write_text(places.figures / f"{name}.svg", picture)
+    written: Written = []
+    for kind in ("md", "html"):
+        path = places.reports / f"{page.name}.{kind}"
+        tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
+        written.append((f"{page.name}: page", shown(path)))
+    for number, tables in enumerate(page.further, 1):
+        path = places.reports / f"{page.name}-tables-{number}.html"
+        tidy.write_text(path, render("tables.html.j2", page=page, tables=tables, number=number))
+        written.append((f"{page.name}: tables", shown(path)))
+    return written
+
+
+def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequence[Row]]) -> Written:
+    """The pages over all experiments, and what all pages share."""
+    for name in ASSETS:
+        tidy.write_text(places.reports / "assets" / name, (TEMPLATES / name).read_text("utf-8"))
+    tidy.write_text(places.reports / "assets" / "datatables.js", script())
+    found = {id(card): page.name for page in pages for card in page.cards}
+    cards = [card for page in pages for card in page.cards][:MOST_CARDS]
+    bars = [(label, values) for card in cards for label, values in card.bars.items()]
+    overview = draw_overview(bars) if bars else None
+    if overview:
+        tidy.write_text(places.figures / f"{OVERVIEW}.svg", svg(overview.figure))
+    quoted = quoted_rows(pages)
+    past = histories(remember(places, [row for _, row in quoted]), quoted) if quoted else []
+    values: dict[str, object] = {
+        "pages": pages,
+        "cards": [(found[id(card)], card, past_of(past, card.row)) for card in cards],
+        "overview": overview,
+        "scoreboard": scoreboard([one for page in pages for one in page.comparisons]),
+        "histories": past,
+        "commit": commit(),
+        "unmet": peers.missing(rows),
+    }
+    written: Written = []
+    for name in ("index.html", "scoreboard.html", "history.html", "README.md", "limits.md"):
+        tidy.write_text(places.reports / name, render(f"{name}.j2", **values))
+        written.append(("report", shown(places.reports / name)))
+    return written
+
+
+def quoted_rows(pages: Iterable[Page]) -> list[tuple[str, Row]]:
+    """The rows whose history is kept, with words that say what they are: of cards, and of headlines that quote few."""
+    found: dict[tuple[object, ...], tuple[str, Row]] = {}
+    for page in pages:
+        for card in page.cards:
+            found[card.row.key] = (card.what, card.row)
+        for headline in page.headlines:
+            for row in headline.rows if len(headline.rows) <= MOST_CARDS else ():
+                found.setdefault(row.key, (f"{page.title}: {row.method}, {row.setting}, {row.metric}", row))
+    return list(found.values())
+
+
+def past_of(past: Iterable[History], row: Row) -> History | None:
+    """The history of a row; None without one."""
+    return next((one for one in past if one.rows[-1].key == row.key), None)
+
+
+def draw_overview(bars: Sequence[tuple[str, Mapping[str, float | None]]]) -> Drawing:
+    """The figure of the first screen."""
+    names = dict.fromkeys(name for _, values in bars for name in values)
+    series = {name: [values.get(name) for _, values in bars] for name in names}
+    figure = dots(
+        [label for label, _ in bars], series, "speed over bfloat16", base=1.0, width=4.6, height=0.32
+    )
+    caption = "Speed over bfloat16: ao_lab and the library beside it in the same run on one GPU, and published values."
+    return Drawing(OVERVIEW, caption, figure)
+
+
+def remove_old(places: Paths, pages: Sequence[Page]) -> None:
+    """Delete figures and pages of tables that no page shows any more; both folders hold nothing else of these names."""
+    kept = {OVERVIEW} | {name for page in pages for name in page.pictures}
+    for path in places.figures.glob("*.svg"):
+        if path.stem not in kept:
+            path.unlink()
+    tables = {f"{page.name}-tables-{number}" for page in pages for number in range(1, len(page.further) + 1)}
+    for path in places.reports.glob("*-tables-*.html"):
+        if path.stem not in tables:
+            path.unlink()
 
 
 def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]]) -> Written:
@@ -224,11 +317,14 @@ def write_families(path: Path) -> Written:
 
 def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Page | None:
     """The page of one experiment, or None where it has no rows. rows: its rows where they were read already."""
-    rows = tidy.read(places.rows(name)) if rows is None else rows
+    rows = shown_rows(tidy.read(places.rows(name)) if rows is None else rows)
     if not rows:
         return None
     module = EXPERIMENTS[name].page_module()
-    sections = module.sections(rows)
+    sections = [
+        replace(one, drawings=[drawing for drawing in one.drawings if not drawing.empty])
+        for one in module.sections(rows)
+    ]
     targets = list(optional(module, "targets_by_run", rows))
     drawings = named(name, [drawing for section in sections for drawing in section.drawings])
     return Page(
@@ -240,12 +336,12 @@ def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Pa
         sections=sections,
         comparisons=optional(module, "comparisons", rows),
         file=places.rows(name).name,
-        rows=len(rows),
+        rows=rows,
         measured=note(rows),
-        days=days_of(rows),
         versions=ran_on(rows),
         pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
         question=getattr(module, "QUESTION", ""),
+        cards=optional(module, "cards", rows),
         headlines=optional(module, "headlines", rows),
         main_finding=optional(module, "main_finding", rows) or counted(targets),
         targets=targets,
@@ -271,7 +367,7 @@ def brief_tables(page: Page) -> list[Table]:
 def ran_on(rows: Sequence[Row]) -> list[str]:
     """Devices and versions of libraries, each with the number of its rows."""
     counts = Counter((row.device, row.versions or "versions that are not known") for row in rows)
-    return [f"{device}: {versions} ({count} rows)" for (device, versions), count in sorted(counts.items())]
+    return [f"{device}: {versions} ({count} values)" for (device, versions), count in sorted(counts.items())]
 
 
 def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
@@ -285,22 +381,6 @@ def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
             )
         found[one.name] = one
     return found
-
-
-def order(cell: str) -> str:
-    """What a cell is sorted by, where its text is not a plain number: its first value; infinity after all, nothing before."""
-    if cell == "exact":
-        return "1e99"
-    if NUMBER.fullmatch(cell) or not VALUE.fullmatch(cell):
-        return ""
-    found = NUMBER.search(cell)
-    return found.group() if found else ""
-
-
-def inline(text: str) -> str:
-    """Markdown's bold and code as HTML, of text that is escaped already."""
-    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
 def render(template: str, **values: object) -> str:
@@ -317,6 +397,7 @@ def render(template: str, **values: object) -> str:
     )
     environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     environment.filters["pipes"] = lambda text: text.replace("|", "\\|")
-    environment.filters["order"] = order
     environment.filters["inline"] = lambda escaped: inline(str(escaped))
+    environment.filters["lead"] = lead
+    environment.filters["parts"] = parts
     return environment.get_template(template).render(**values)

@@ -74,7 +74,7 @@ EXPECTED = (
     Expected(
         "sparsity",
         "cuSPARSELt",
-        "the same product",
+        "the same matmul",
         "ao-lab reproduce sparsity --scale full --device cuda --only products",
     ),
     Expected("kernels", "torchao", "the same tensor", "ao-lab reproduce kernels --scale full --device cuda"),
@@ -103,7 +103,7 @@ def missing(rows: Mapping[str, Sequence[Row]]) -> Table:
     """A line for each peer, table and device with comparisons that have no value, and for each expected peer without a row."""
     lines = [line for name, found in rows.items() for line in lines_of(name, found)]
     lines += [
-        [one.experiment, one.peer, one.of, "", "all", "", "no row of it", coded(one.command)]
+        [one.experiment, one.peer, one.of, "", "all", "", "not run", coded(one.command)]
         for one in EXPECTED
         if all(peer_of(row) != one.peer for row in rows.get(one.experiment, ()))
     ]

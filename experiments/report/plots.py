@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 from weakref import WeakKeyDictionary
 
 from ao_lab.plot.style import COLORS, MARKERS, SERIES, STYLE
@@ -147,6 +147,11 @@ def scatter_panels(
     return figure
 
 
+def is_number(value: float | None) -> TypeGuard[float]:
+    """Whether a value was measured and can be drawn."""
+    return value is not None and math.isfinite(value)
+
+
 def dots(
     labels: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
@@ -155,23 +160,34 @@ def dots(
     errors: Mapping[str, Sequence[float | None]] | None = None,
     symlog: float | None = None,
     base: float | None = None,
+    width: float = 8.2,
+    height: float = 0.175,
 ) -> Figure:
-    """One line per label, one marker per series, plus and minus one error; missing values leave a gap.
+    """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
     base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
+    width, height: of the figure and of a line, in inches.
     """
-    figure, (axis,) = subplots(1, 1, (8.2, 0.7 + 0.175 * len(labels)))
+    places = [
+        place for place in range(len(labels)) if any(is_number(values[place]) for values in series.values())
+    ]
+    labels = [labels[place] for place in places]
+    series = {name: [values[place] for place in places] for name, values in series.items()}
+    errors = {name: [values[place] for place in places] for name, values in (errors or {}).items()}
+    figure, (axis,) = subplots(1, 1, (width, 0.7 + height * max(1, len(labels))))
     heights = [-height for height in range(len(labels))]
     ends = [0.0]
     for number, (name, values) in enumerate(series.items()):
-        spread = (errors or {}).get(name) or [None] * len(values)
+        spread = errors.get(name) or [None] * len(values)
         drawn = [
             (value, height, error or 0.0)
             for value, height, error in zip(values, heights, spread, strict=True)
-            if value is not None and math.isfinite(value)
+            if is_number(value)
         ]
-        x, y, widths = zip(*drawn, strict=True) if drawn else ((), (), ())
+        if not drawn:
+            continue
+        x, y, widths = zip(*drawn, strict=True)
         ends += [end for value, _, error in drawn for end in (value - error, value + error)]
         color, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         drawing = axis.errorbar(
@@ -184,31 +200,30 @@ def dots(
             elinewidth=1,
             label=name,
         )
-        if drawn:
-            titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
-            set_titles(figure, drawing[0], titles)
-    axis.set_yticks(heights, labels, fontsize=7.5)
-    axis.set_ylim(-len(labels) + 0.3, 0.7)
-    if symlog is not None:
+        titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
+        set_titles(figure, drawing[0], titles)
+    axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
+    axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
+    if symlog is not None and axis.has_data():
         axis.set_xscale("symlog", linthresh=symlog)
         axis.axvline(0, color="#888888", linewidth=0.8)
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
-    if base is not None:
+    if base is not None and axis.has_data():
         axis.axvline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
-    axis.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, max(1, len(series))), frameon=False
-    )
+    if axis.has_data():
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(series)), frameon=False)
     return figure
 
 
 def heatmap(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
 ) -> Figure:
-    """A grid of colours; missing values stay white. Infinite ones take the end of the scale."""
+    """A grid of colours; missing values stay white, lines without any are left out. Infinite ones take the scale's end."""
     import numpy as np
 
+    rows, values = measured_lines(rows, values)
     grid = np.array(
         [[math.nan if value is None else value for value in line] for line in values], dtype=float
     )
@@ -286,16 +301,22 @@ def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str])
 
 
 def curves(
-    series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, *, base: float | None = None
+    series: Mapping[str, Sequence[float | None]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    base: float | None = None,
+    percent: bool = False,
 ) -> Figure:
     """One line per series over 1, 2, ...; missing values leave a gap.
 
-    base: where a horizontal line marks what is compared with. Colours repeat behind the fifth series with another marker and
-    a dashed line.
+    base: where a horizontal line marks what is compared with. percent: values stand at equal parts of 100. Colours repeat
+    behind the fifth series with another marker and a dashed line.
     """
     figure, (axis,) = subplots(1, 1, (7.6, 4.2))
     for number, (name, values) in enumerate(series.items()):
-        drawn = [(x, y) for x, y in enumerate(values, 1) if y is not None and math.isfinite(y)]
+        step = 100 / len(values) if percent and values else 1
+        drawn = [(x * step, y) for x, y in enumerate(values, 1) if is_number(y)]
         if not drawn:
             continue
         x, y = zip(*drawn, strict=True)
@@ -310,11 +331,11 @@ def curves(
             linewidth=1.1,
             label=name,
         )
-    if base is not None:
+    if base is not None and axis.has_data():
         axis.axhline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
-    if series:
+    if axis.has_data():
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=7.5)
     return figure
 
@@ -328,12 +349,26 @@ END = 4.0
 DARK = 1.1
 
 
+def measured_lines(
+    rows: Sequence[str], values: Sequence[Sequence[float | None]]
+) -> tuple[list[str], list[Sequence[float | None]]]:
+    """The lines of a grid that have a value; all where none has."""
+    kept = [
+        (name, line)
+        for name, line in zip(rows, values, strict=True)
+        if any(value is not None and not math.isnan(value) for value in line)
+    ] or list(zip(rows, values, strict=True))
+    return [name for name, _ in kept], [line for _, line in kept]
+
+
 def ratio_map(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
 ) -> Figure:
-    """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white."""
+    """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
+    lines without any value are left out."""
     import numpy as np
 
+    rows, values = measured_lines(rows, values)
     powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
     figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
     reach = math.log2(END)

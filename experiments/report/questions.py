@@ -24,6 +24,7 @@ from experiments.report.answers import (
     with_error,
     with_half,
 )
+from experiments.report.content import readable
 from experiments.report.real_runs import CHANGE, CHANGE_ERROR, RECOVERED, RECOVERED_ERROR, RealRun, best_runs
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import limit_of
@@ -70,7 +71,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
     for where, results in runs.items() or [(None, Results([]))]:
         for setting in results.settings or ["compiled"]:
             for recipe in TRAINED:
-                of = f"{recipe}, {setting}" + (f", {where.data}" if where else "")
+                of = f"{recipe}, {setting}" + (f", {readable(where.data)}" if where else "")
                 ours, theirs = (
                     step_time(results, setting, f"{who}, {recipe}") for who in ("ours", "torchao")
                 )
@@ -80,7 +81,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
                 over = ratio(ours, plain)
                 percent = None if over is None else over.scaled(100.0, -1.0)
                 yield Claim(
-                    "A step of QAT takes no more time than plain training",
+                    "A step of QAT takes no more time than a training step without it",
                     of,
                     percent,
                     0.0,
@@ -91,7 +92,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
                 )
                 memory = exact(results, setting, f"ours, {recipe}", "peak memory over plain")
                 yield Claim(
-                    "A step of QAT takes no more memory than plain training",
+                    "A step of QAT takes no more memory than a training step without it",
                     of,
                     memory,
                     0.0,
@@ -112,7 +113,7 @@ def step_time(results: Results, setting: str, method: str) -> Interval | None:
 
 def trained_claims(rows: Sequence[Row], *words: str) -> Iterator[Claim]:
     """QAT against the trained model quantized with searched scales, on the stand-in."""
-    statement = "QAT loses less than plain training and rounding with searched scales (a stand-in)"
+    statement = "QAT loses less than full-precision training and rounding with searched scales (proxy model)"
     command = "ao-lab reproduce qat --scale full"
     found = False
     for where, results in full(rows, "recovery").items():
@@ -125,7 +126,7 @@ def trained_claims(rows: Sequence[Row], *words: str) -> Iterator[Claim]:
                 found = True
                 yield Claim(
                     statement,
-                    f"{method}, {setting}, {where.data}",
+                    f"{method}, {setting}, {readable(where.data)}",
                     difference(*losses),
                     0.0,
                     "bits per byte",
@@ -150,9 +151,9 @@ ROUNDED, OTHERS = (
 def two_and_three_bits(rows: Rows) -> Question:
     """AutoRound against rounding and GPTQ, and training with learned scales against searched ones."""
     asked = (
-        f"{PAPER}: at 2 and 3 bits, is training with learned scales (ParetoQ) better than AutoRound, and AutoRound than plain "
-        "rounding? Real models: KL from the dense model on a text that methods do not see, of the arm of each kind that does "
-        "best on the run's other text."
+        f"{PAPER}: at 2 and 3 bits, is training with learned scales (ParetoQ) better than AutoRound, and AutoRound than "
+        "round-to-nearest? Real models: KL from the dense model on a text that methods do not see, of the method of each kind "
+        "that does best on the run's other text."
     )
     real = real_qat_claims(rows["qat"], "int2_g32", "int3_g32")
     claims = [
@@ -160,7 +161,7 @@ def two_and_three_bits(rows: Rows) -> Question:
         *real,
         *trained_claims(rows["qat"], *LOW, "ternary"),
     ]
-    return Question("ParetoQ, AutoRound and plain rounding at 2 and 3 bits", asked, claims)
+    return Question("ParetoQ, AutoRound and round-to-nearest at 2 and 3 bits", asked, claims)
 
 
 def autoround_claims(rows: Sequence[Row]) -> Iterator[Claim]:
@@ -268,7 +269,7 @@ def mx_against_fp8(rows: Rows) -> Question:
 
 def inference_claims(rows: Sequence[Row]) -> Iterator[Claim]:
     """Loss by rounding weights and inputs: of real models, and of the stand-in."""
-    statement = "Rounding weights and inputs to MXFP8 loses less than to FP8 by rows"
+    statement = "Rounding weights and inputs to MXFP8 loses less than to rowwise FP8"
     settings = [f"weights + activations in {scheme}" for scheme in EIGHT]
     for run, text in texts_of(rows):
         results = run.texts[text] if run else Results([])
@@ -292,7 +293,13 @@ def inference_claims(rows: Sequence[Row]) -> Iterator[Claim]:
         ]
         command = "ao-lab reproduce ptq --scale full"
         yield Claim(
-            statement, f"a stand-in, {where.data}", difference(*lost), 0.0, "bits per byte", command, 5
+            statement,
+            f"proxy model, {readable(where.data)}",
+            difference(*lost),
+            0.0,
+            "bits per byte",
+            command,
+            5,
         )
 
 
@@ -304,12 +311,12 @@ def training_claims(rows: Sequence[Row]) -> Iterator[Claim]:
     )
     for where, results in full(rows, "gaps").items() or [(None, Results([]))]:
         for setting in results.settings or [""]:
-            of = f"a stand-in, {setting}, {where.data}" if where else "a stand-in"
+            of = f"proxy model, {setting}, {readable(where.data)}" if where else "a proxy model"
             gaps = [
                 with_half(results, setting, recipe, f"gap, {HELD_OUT}", f"gap, {HELD_OUT}, 95% interval")
                 for recipe in ("mxfp8", "rowwise")
             ]
-            for name, found in zip(("MXFP8", "FP8 by rows"), gaps, strict=True):
+            for name, found in zip(("MXFP8", "rowwise FP8"), gaps, strict=True):
                 yield Claim(
                     f"Training in {name} ends within {margin:g}% of bfloat16's loss",
                     of,
@@ -320,7 +327,7 @@ def training_claims(rows: Sequence[Row]) -> Iterator[Claim]:
                     2,
                 )
             yield Claim(
-                "Training in MXFP8 ends at less loss than in FP8 by rows",
+                "Training in MXFP8 ends at less loss than in rowwise FP8",
                 of,
                 difference(*gaps),
                 0.0,
@@ -342,7 +349,7 @@ def sparse_language_models(rows: Rows) -> Question:
     """The gap of 2:4 models to dense ones over paired seeds, against none and against the margin."""
     asked = (
         f"{PAPER}: what do two zeros in every four weights cost a language model, and does training mend it? Pretrained "
-        "models are pruned without training; the models that train are stand-ins, whose margin was named before."
+        "models are pruned without training; the models that train are proxy models, whose margin was named before."
     )
     margin, command = (
         limit_of("sparsity", "language", "gap").bound,
@@ -353,7 +360,7 @@ def sparse_language_models(rows: Rows) -> Question:
         for setting in results.settings or [""]:
             for method in SPARSE:
                 gap = with_half(results, setting, method, "gap", "gap, 95% interval")
-                of = ", ".join(filter(None, (method, setting, where.data if where else "")))
+                of = ", ".join(filter(None, (method, setting, readable(where.data) if where else "")))
                 claims.append(
                     Claim(
                         f"A 2:4 model lies less than {margin:g}% behind the dense one",

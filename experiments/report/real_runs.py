@@ -130,7 +130,7 @@ def findings_of(rows: Iterable[Row], finding: Callable[[RealRun], str]) -> list[
 
 def title_of(run: RealRun, ending: str = "") -> str:
     """The title of a run's section or table."""
-    return f"{run.model}{ending} ({run.where.scale} scale, {run.where.device})"
+    return f"{run.model}{ending} ({run.where.run})"
 
 
 def grid_of(run: RealRun) -> str:

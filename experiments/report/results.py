@@ -15,10 +15,19 @@ from pathlib import Path
 from ao_lab.config.recipe import INTEGER, named
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
-from experiments.report.content import Table
+from experiments.report.content import Table, readable
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
+#: The scale of short runs.
+QUICK = "quick"
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows that pages show: of a kind of table that has a full run, not the short ones, which test that all of it runs."""
+    parts = {row.table: table_parts(row.table) for row in rows}
+    full = {kind for kind, scale, _ in parts.values() if scale != QUICK}
+    return [row for row in rows if parts[row.table][1] != QUICK or parts[row.table][0] not in full]
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,13 @@ class Where:
     data: str
 
     def __str__(self) -> str:
-        return f"{self.scale} scale, {self.device}, {self.data}"
+        return f"{self.run}, {readable(self.data)}"
+
+    @property
+    def run(self) -> str:
+        """The device, and that a run is a short one."""
+        device = "CPU" if self.device == "cpu" else self.device
+        return f"short run, {device}" if self.scale == QUICK else device
 
     @property
     def other_corpus(self) -> str:
@@ -47,7 +62,7 @@ class Where:
     @property
     def device_ending(self) -> str:
         """The device in names of figures: nothing for a CPU at quick scale and an H200 at full, whose figures come first."""
-        plain = (self.scale, self.device) in (("quick", "cpu"), ("full", "NVIDIA H200"))
+        plain = (self.scale, self.device) in ((QUICK, "cpu"), ("full", "NVIDIA H200"))
         return "" if plain else f"-{self.device.lower().replace(' ', '-')}"
 
     @property
@@ -121,7 +136,7 @@ def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
         row_kind, scale, data = table_parts(row.table)
         if row_kind == kind:
             groups.setdefault(Where(scale, row.device, data), []).append(row)
-    ordered = sorted(groups, key=lambda where: (where.scale != "quick", where.device, where.data))
+    ordered = sorted(groups, key=lambda where: (where.scale != QUICK, where.device, where.data))
     return {where: Results(groups[where]) for where in ordered}
 
 
@@ -155,7 +170,8 @@ def family(method: str) -> str:
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
-    """A value times a factor as text for a page: nothing where it is missing, words where it is not finite."""
+    """A value times a factor as text for a page, with two significant digits where its decimals would leave a zero of it;
+    nothing where it is missing, words where it is not finite."""
     if value is None:
         return ""
     value = value * factor
@@ -163,7 +179,8 @@ def number(value: float | None, digits: int, factor: float = 1.0) -> str:
         return "NaN"
     if value in (float("inf"), float("-inf")):
         return "exact" if value > 0 else "-inf"
-    return f"{value:.{digits}f}"
+    text = f"{value:.{digits}f}"
+    return f"{value:.2g}" if value and not float(text) else text
 
 
 # Rows as tables: one line for each (setting, method), with the metrics that a table shows.

@@ -22,8 +22,8 @@ from experiments.report.results import Where
 
 FILE = Path(__file__).resolve().parents[1] / "targets.csv"
 COLUMNS = ("target", "of", "measured", "limit", "off by", "measured on")
-#: A target at one of several numbers of rows; those of one method with one limit share a line.
-AT_ROWS = re.compile(r"(?P<name>.+), (?P<rows>\d+) rows?")
+#: A target at one of several numbers of tokens; those of one method with one limit share a line.
+AT_TOKENS = re.compile(r"(?P<name>.+), (?P<tokens>\d+) tokens?")
 
 
 #: A ratio to another library is held to 1, less what two timings of the same kernel differ by at worst.
@@ -219,19 +219,19 @@ def missed_tables(runs: Sequence[RunTargets]) -> list[Table]:
 
 
 def missed_lines(run: RunTargets) -> list[list[str]]:
-    """The lines of a run; rows of a method with one limit stand in one of them."""
+    """The lines of a run; those of a method with one limit stand in one of them."""
     series: dict[tuple[str, float, str], list[tuple[str, Target]]] = {}
     for target in missed(run.targets):
-        found = AT_ROWS.fullmatch(target.name)
-        name, rows = (found["name"], found["rows"]) if found else (target.name, "")
+        found = AT_TOKENS.fullmatch(target.name)
+        name, rows = (found["name"], found["tokens"]) if found else (target.name, "")
         series.setdefault((name, target.limit, target.day), []).append((rows, target))
     return [line(run, name, members) for (name, *_), members in series.items()]
 
 
 def line(run: RunTargets, name: str, members: Sequence[tuple[str, Target]]) -> list[str]:
-    """The cells of targets of one name and limit, with the numbers of rows that they are at."""
+    """The cells of targets of one name and limit, with the numbers of tokens that they are at."""
     at, first = ", ".join(rows for rows, _ in members if rows), members[0][1]
-    name += f", {at} row{'s' * (at != '1')}" if at else ""
+    name += f", {at} token{'s' * (at != '1')}" if at else ""
     unit = first.unit or run.unit
     measured = f"{', '.join(target.texts[0] for _, target in members)} {unit}".rstrip()
     limit = f"{'at least' if first.at_least else 'at most'} {first.texts[1]}"

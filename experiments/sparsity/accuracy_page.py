@@ -24,9 +24,12 @@ PAIRS = (
     "linear layers inside the blocks. The gap is how much worse a method is than the dense model of its seed with float "
     "weights; the interval is Student's of 95% over the seeds. A method is within the margin where its whole interval lies "
     "below, beyond it where all lies above, and undecided else.",
-    "int4: symmetric, groups of 32, weights alone; fp8: e4m3 with scales of rows, inputs too. Symmetric codes keep zeros, so "
-    "the numbers of int4 with 2:4 are those of dense codes with zeros, which is how they were computed; their bits per weight "
-    "are those of compressed storage: half the elements, two bits of index for each, and all scales.",
+    (
+        "int4: symmetric, group size 32, weights alone; fp8: e4m3 with per-row scales, inputs too. Symmetric "
+        "quantization keeps zeros, so results of int4 with 2:4 were computed with dense weights that hold the zeros; "
+        "their bits per weight are those of compressed storage: half the elements, two bits of index for each, and all "
+        "scales."
+    ),
 )
 TASKS = {
     vision.KIND: (
@@ -99,8 +102,8 @@ def section(kind: str, where: Where, results: Results, gaps: Results | None) -> 
     title, task, margin, unit, _ = TASKS[kind]
     notes = [f"**The margin, named before any sparse training: {margin:g} {unit}.**"]
     if where.scale == "quick":
-        size = f", not the {SMALL.name} of full scale" if kind == vision.LANGUAGE_KIND else ""
-        notes.append(f"**A stand-in of seconds**{size}: its gaps are those of a tiny model.")
+        size = f", not the {SMALL.name} of full runs" if kind == vision.LANGUAGE_KIND else ""
+        notes.append(f"**A proxy model trained for seconds**{size}: its gaps are those of a tiny model.")
     text = [task, *notes, *PAIRS, f"Models: {'; '.join(results.settings)}."]
     tables = [values_table(kind, results)]
     drawings = [values_drawing(kind, where, results)]

@@ -10,7 +10,17 @@ from experiments.fp8_training.convergence import UNDECIDED
 from experiments.harness.rows import Row
 from experiments.models.encoders import VIT_H, VIT_L
 from experiments.report.accuracies import how
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import (
+    PEER,
+    Card,
+    Comparison,
+    Drawing,
+    Headline,
+    Section,
+    Table,
+    headlines_of,
+    readable,
+)
 from experiments.report.plots import dots
 from experiments.report.results import (
     FOLDER,
@@ -156,12 +166,14 @@ def published_table(model: str, setting: str = "") -> Table:
 # Sections of products alone and of blocks at the rows of decoding: a line for each shape, a column for each method.
 
 PRODUCT_TITLES = {
-    products.KIND: "Products with a 2:4 weight",
+    products.KIND: "Matmuls with a 2:4 weight",
     models.BLOCKS_KIND: "A block's layers in decoding",
 }
 PRODUCT_TEXTS = {
-    products.KIND: "Microseconds of a product of rows x inputs x outputs; casts and compression are not in them, scales of FP8 "
-    "are. cuSPARSELt by the quickest of all its algorithms. Dense products are of weights without zeros.",
+    products.KIND: (
+        "Microseconds of a matmul of tokens x inputs x outputs; casts and compression are not included, scales of FP8 "
+        "are. cuSPARSELt with the fastest of all its algorithms. Dense matmuls have weights without zeros."
+    ),
     models.BLOCKS_KIND: "Microseconds of all linear layers of a block of Llama-3.1-8B, weights read from memory. FP8 in 2:4 "
     "storage by the kernels that tuning chose.",
 }
@@ -188,7 +200,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
     for kind, title in PRODUCT_TITLES.items():
         for (device, setting), found in groups(rows, kind).items():
             said = [
-                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
+                f"{readable(where.data)} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
                 for where, results in found.items()
                 if (ratios := ratios_of(kind, setting, results))
             ]
@@ -213,15 +225,30 @@ def product_headlines(rows: Sequence[Row]) -> list[Headline]:
     return headlines_of(text, **found)
 
 
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """The speed of a large FP8 matmul by a 2:4 weight, beside cuSPARSELt's."""
+    runs = {where: one for where, one in by_run(rows, products.KIND).items() if where.data == LARGEST}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    setting, metric = products.SETTINGS[products.FP8], "speed over dense"
+    row = run[1].row(setting, products.OWN, metric) if run else None
+    if run is None or row is None:
+        return []
+    dense, library = (run[1].value(setting, one, metric) for one in (products.DENSE_FP8, products.CUSPARSELT))
+    bars = {"matmul, FP8 with 2:4 weight": {"ao_lab": row.value, PEER: library}}
+    what = f"speed of a matmul ({readable(LARGEST)}) in FP8 with a 2:4 weight"
+    beside = f"bfloat16; dense FP8 {number(dense, 2)}x, cuSPARSELt {number(library, 2)}x"
+    return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
+
+
 def product_main_finding(rows: Sequence[Row]) -> str:
     """What 2:4 gains of a block's layers at the rows of decoding, on the last device."""
-    runs = [(key[1], one) for key, one in groups(rows, models.BLOCKS_KIND).items() if "cpu" not in key[0]]
+    runs = [(key[1], one) for key, one in groups(rows, models.BLOCKS_KIND).items() if "CPU" not in key[0]]
     setting, found = runs[-1] if runs else ("", {})
     ratios, words = [ratios_of(models.BLOCKS_KIND, setting, results) for results in found.values()], []
     for name, *_ in PRODUCT_RATIOS[models.BLOCKS_KIND]:
         values = [one[name] for one in ratios if name in one]
         words += [f"{name} {min(values):.2f} to {max(values):.2f}"] if values else []
-    return f"layers of a block at 1 to 16 rows, speed of {', '.join(words)}" if words else ""
+    return f"layers of a block at 1 to 16 tokens, speed of {', '.join(words)}" if words else ""
 
 
 def product_sections(rows: Sequence[Row]) -> list[Section]:
@@ -238,14 +265,16 @@ def groups(rows: Sequence[Row], kind: str) -> dict[tuple[str, str], dict[Where, 
     found: dict[tuple[str, str], dict[Where, Results]] = {}
     for where, results in by_run(rows, kind).items():
         for setting in results.settings:
-            name = f"{where.scale} scale, {where.device}", setting
+            name = where.run, setting
             found.setdefault(name, {})[where] = results.with_setting(setting)
     return found
 
 
 def product_section(kind: str, device: str, setting: str, found: Found) -> Section:
     """What was not measured, then times."""
-    said = dict.fromkeys(f"{where.data}: {word}" for where, one in found.items() for word in failures(one))
+    said = dict.fromkeys(
+        f"{readable(where.data)}: {word}" for where, one in found.items() for word in failures(one)
+    )
     measured = any(times_of(setting, one) for one in found.values())
     tables = [times_table(kind, setting, found)] if measured else []
     return Section(f"{PRODUCT_TITLES[kind]} ({device}; {setting})", [PRODUCT_TEXTS[kind], *said], [], tables)
@@ -310,12 +339,14 @@ TITLES = {
     models.KIND: "Generating with Llama-3.1-8B's shapes",
 }
 TEXTS = {
-    products.LINEAR_KIND: "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks "
-    "and compresses its weight in both directions in every step; 'masks kept' leaves the finding out. It multiplies by our own "
-    "kernels, or by cuSPARSELt, which is launched one by one alone. The published layer, whose products are cuSPARSELt's in a "
-    "CUDA graph, stands beside the one of our own kernels. Layers have a bias; the 2:4 ones sum its gradient by a kernel of "
-    "ours, which takes 9 and 13 us (an H100) less than torch's sum in the dense one. 'prune + compress' is one read of the "
-    "weight along its rows.",
+    products.LINEAR_KIND: (
+        "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks and "
+        "compresses its weight in both directions in every step; 'masks kept' leaves the search out. It uses our own "
+        "kernels, or cuSPARSELt, which runs in eager mode only. The published layer, which uses cuSPARSELt in a CUDA "
+        "graph, stands beside the one with our own kernels. Layers have a bias; the 2:4 ones sum its gradient with our "
+        "kernel, which takes 9 and 13 us (an H100) less than torch's sum in the dense one. 'prune + compress' is one "
+        "read of the weight along its rows."
+    ),
     models.TRAINING: "Forward and backward, random weights and images, no optimizer; the MLP layers are 2:4, with new masks "
     "in every step.",
     models.INFERENCE: "Forward passes, random weights and images. Published throughput is on photographs.",
@@ -343,7 +374,7 @@ def speed_findings(rows: Sequence[Row]) -> list[str]:
             if said := ratios(results):
                 words.append(f"{title} ({where}), speed over {base}: {said}.")
     timed = any(row.metric == "time" for row in rows)
-    return words or ([] if timed else ["Nothing is timed yet: times are of a GPU at full scale."])
+    return words or ([] if timed else ["Nothing has been timed yet: times need a GPU."])
 
 
 def ratios(results: Results) -> str:
@@ -484,12 +515,18 @@ def gaps_of(gaps: Results, margin: float, unit: str) -> Iterator[Target]:
 TITLE = "2:4 sparsity: accuracy and speed"
 QUESTION = "What do weights with two zeros in every four cost in accuracy, and what do they gain in time?"
 ABOUT = (
-    "Weights of which two of every four are zero: what that costs in accuracy, at once by each score and after sparse "
-    "fine-tuning, alone and with 4-bit integers and FP8; and what it gains in time at the shapes of published tables.",
-    "Accuracy is of stand-ins that are trained here, a vision transformer on real digits and a byte-level language model, over "
-    "five paired seeds; margins were named beforehand. Times are of a GPU alone.",
-    "The vision model of quick scale was chosen after results were seen: a smaller one, tuned for fewer steps, did not come "
-    "back to within the margin (LOG.md has what was tried). At full scale nothing was measured before.",
+    (
+        "Weights with two zeros in every four: the cost in accuracy, pruned by each score and after sparse fine-tuning,"
+        " alone and with 4-bit integers and FP8; and the gain in time at the shapes of published tables."
+    ),
+    (
+        "Accuracy is measured on proxy models trained here, a vision transformer on real digits and a byte-level "
+        "language model, over five paired seeds; margins were named beforehand. Times need a GPU."
+    ),
+    (
+        "The vision model of short runs was chosen after results were seen: a smaller one, tuned for fewer steps, did "
+        "not come back to within the margin (LOG.md has what was tried). For full runs nothing was measured before."
+    ),
 )
 FEATURED = ("sparsity-vision-gaps-full", "sparsity-vision-gaps-quick")
 

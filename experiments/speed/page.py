@@ -44,7 +44,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     }
     sentences = [
         f"{reached.count('yes')} of {reached.count('yes') + reached.count('no')} ratios with a target meet it "
-        f"({where.scale} scale, {where.device})."
+        f"({where.run})."
     ]
     if ratios:
         low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)

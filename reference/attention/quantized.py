@@ -64,12 +64,12 @@ SCORES = (INTEGER, WEIGHT)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRecipe:
-    """How the operands of attention become 8 bits.
+    """How queries, keys and values are quantized to 8 bits.
 
     query, key: schemes of queries and keys along head_dim, of the same element, int8 or float8_e4m3fn; key may have blocks of
     (tokens, head_dim). value: a scheme of float8_e4m3fn along tokens. rotate: Hadamard's transform of head_dim on queries and
-    keys (of the largest power of two that divides it). center: the mean key is removed. chain: tokens whose products are
-    summed by the tensor core before float32 takes over, a multiple of 32.
+    keys (of the largest power of two that divides it). center: the mean key is removed. chain: tokens that the tensor
+    core accumulates before they are added to float32 sums, a multiple of 32.
 
     ValueError for other elements, scales of the whole tensor or with zero points, and chains of another length.
     """

@@ -372,7 +372,7 @@ def encode(
     overflow: str = "saturate",
     random_bits: Any = None,
 ) -> Array:
-    """Codes of x in a format.
+    """Encode x in a format: one code per element, the unsigned integer that stores its quantized value.
 
     x: float32, bfloat16, float16 or float64, any shape, NumPy, JAX or torch (float64 is rounded once, correctly).
     fmt: a name of `FORMATS` or a record. rounding, overflow: see above. random_bits: uint32 of x's shape, for stochastic.
@@ -394,7 +394,7 @@ def encode(
 
 @bridged
 def decode(codes: Any, fmt: str | Format) -> Array:
-    """float32 value of every code, exact; shape and library of `codes` (uint8 or uint16), bits above the format's ignored.
+    """The exact float32 value of every code; shape and library of `codes` (uint8 or uint16), bits above the format's ignored.
 
     Raises TypeError for codes of another dtype, ValueError for an unknown name.
     """

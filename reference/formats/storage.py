@@ -49,7 +49,7 @@ def packed_shape(shape: tuple[int, ...], fmt: str | Format) -> tuple[int, ...]:
 
 @bridged
 def pack(codes: Any, fmt: str | Format) -> Array:
-    """Bytes of codes, packed along the last axis.
+    """Pack codes below 8 bits into bytes along the last axis, the even index in the low bits.
 
     codes: uint8 of any shape with at least one axis, in the low bits (higher bits are ignored). Returns uint8 of shape
     `packed_shape(codes.shape, fmt)`. 8- and 16-bit formats return the codes. Raises TypeError for other dtypes.
@@ -81,7 +81,7 @@ def _byte(values: Array, index: int, bits: int, count: int) -> Array:
 
 @bridged
 def unpack(packed: Any, fmt: str | Format, shape: tuple[int, ...]) -> Array:
-    """Codes (uint8) of shape `shape` from bytes packed by `pack`. Raises ValueError where the shapes do not fit."""
+    """Unpack codes (uint8) of shape `shape` from the bytes of `pack`. Raises ValueError where the shapes do not fit."""
     fmt = format_of(fmt)
     ns, packed = code_input(packed, "unpack")
     shape = tuple(shape)

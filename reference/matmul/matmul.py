@@ -66,11 +66,11 @@ def matmul(
     ``blocked`` uses blocks of `block` elements. ``hopper_fp8`` uses `k_step` and `frac_bits` of
     `reference.matmul.tensor_core_model`, whose accumulator has min(frac_bits, 23) mantissa bits, in one chain over K, or
     from a zero accumulator every `promote` elements (None: fast accumulation). Where a scale changes along K, blocks are
-    cut at the greatest common divisor with its group. Plain operands of this tier count as float8_e4m3fn unless their
+    cut at the greatest common divisor with its group. Unquantized operands of this tier count as float8_e4m3fn unless their
     dtype is another float8 or `operand_formats` names them, for example ("bfloat16", "bfloat16") with k_step=16,
     frac_bits=25.
 
-    Raises ValueError for shapes that do not multiply, values that the tensor core's format does not hold, and unknown names;
+    Raises ValueError for shapes that do not match, values that the tensor core's format does not hold, and unknown names;
     TypeError for other dtypes, for operands of two libraries, and under JAX tracing.
     """
     choice(accumulation, ACCUMULATIONS, "accumulation")

@@ -35,7 +35,7 @@ _quantize, _dequantize = inspect.unwrap(quantize), inspect.unwrap(dequantize)
 def fake_quantize(
     x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None, random_bits: Any = None
 ) -> Array:
-    """x rounded to what its scheme can represent, in x's dtype and shape.
+    """Round x to the values of a scheme (quantize, then dequantize), in x's dtype and shape.
 
     Arguments and errors as in `quantize`; random_bits where the record rounds stochastically, and only there. Under JAX this
     has the custom gradient of `fake_quantize_vjp`, also under jit and vmap; for torch autograd use `fast.fake_quantize`.

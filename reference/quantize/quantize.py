@@ -99,7 +99,7 @@ def quantize(
     packed: bool = False,
     tiled: bool = False,
 ) -> Quantized:
-    """Quantize x.
+    """Quantize x by a scheme: codes of its elements, scales and zero points.
 
     x: float32, bfloat16 or float16 of any shape that the scheme's blocks divide, NumPy, JAX or torch (float64 is rounded to
     float32 first). scheme: a name of `SCHEMES` or a record. axis: where blocks run; the contraction axis of a matmul.

@@ -42,7 +42,7 @@ class Scales:
 @array_container("codes", "scale", "outer", "zero")
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A stored tensor.
+    """A quantized tensor: codes of its elements, scales, zero points and the scheme.
 
     codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
     is ignored); where `packed`, packed by `reference.pack` along the last axis, shape `packed_shape(shape, element)`.

@@ -89,7 +89,7 @@ OTHERS = {
 REST = {
     "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "FromIntXQuantizationAwareTrainingConfig",
     "IntXQuantizationAwareTrainingConfig", "IntxFakeQuantizeConfig", "compile_options",
-    "compare", "evaluate", "linear_and_experts", "llama32_configs",
+    "benchmark", "compare", "evaluate", "linear_and_experts", "llama32_configs",
     "llama32_qat", "load_gguf", "load_pretrained", "quantize_pretrained", "register_operators", "write_card",
 }  # fmt: skip
 # Of the specification what takes a record: see tests/reference/schemes/test_schemes.py.

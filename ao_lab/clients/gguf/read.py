@@ -31,14 +31,14 @@ BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"
 
 
 def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The causal language model of a GGUF file (llama, mistral, qwen2, qwen3), in evaluation mode.
+    """Load the causal language model of a GGUF file (llama, mistral, qwen2, qwen3), in evaluation mode.
 
-    Weights of linear layers in Q8_0, Q5_0, Q4_0, Q5_1, Q4_1 and MXFP4 are `QuantizedTensor`s with the file's codes and scales,
-    whose values in float32 are those of the file, bit for bit; every other tensor is dequantized and rounded to `dtype`
-    (float32, bfloat16 or float16), with a UserWarning that names the types of linear layers of which that is true.
+    Weights of linear layers in Q8_0, Q5_0, Q4_0, Q5_1, Q4_1 and MXFP4 become `QuantizedTensor`s with the file's quantized
+    values and scales, bitwise equal to the file when dequantized in float32; every other tensor is dequantized and rounded to
+    `dtype` (float32, bfloat16 or float16), with a UserWarning that names the types of such linear layers.
 
-    FileNotFoundError where there is no such file, ValueError for a file that is broken, for another architecture and for a file
-    whose tensors are not those of the model. Nothing of the file is run.
+    FileNotFoundError for a missing file, ValueError for a broken file, for another architecture and for a file whose tensors
+    are not those of the model. No code of the file is executed.
     """
     path = Path(path)
     if not path.is_file():

@@ -42,15 +42,15 @@ class GgufFile(NamedTuple):
 def save_gguf(
     model: nn.Module, path: str | Path, tokenizer: Any = None, *, name: str | None = None
 ) -> GgufFile:
-    """Write a causal language model of transformers (llama, mistral, qwen2, qwen3) as a GGUF file.
+    """Save a causal language model of transformers (llama, mistral, qwen2, qwen3) as a GGUF file.
 
-    model: weights (N, K) quantized with float16 scales or as mxfp4, blocks along K of a multiple of 32, stand in Q8_0, Q5_0,
-    Q4_0, Q5_1, Q4_1 or MXFP4 with the values of `dequantize` in float32, bit for bit; dense tensors in float32, float16 or
-    bfloat16. tokenizer: a fast tokenizer of byte-level BPE; None: llama.cpp takes token numbers alone. name: `general.name`.
+    model: weights (N, K) quantized with float16 scales or as mxfp4, in blocks along K of a multiple of 32, are stored in Q8_0,
+    Q5_0, Q4_0, Q5_1, Q4_1 or MXFP4, bitwise equal to `dequantize` in float32; other tensors in float32, float16 or bfloat16.
+    tokenizer: a fast tokenizer of byte-level BPE; None: llama.cpp only accepts token numbers. name: `general.name`.
 
-    TypeError for what is no module. ValueError, before anything is written, for a scheme that no block holds, quantized inputs
-    (llama.cpp rounds inputs by its own rules), a rotation, another architecture, and a tokenizer of another kind; it says which
-    and what would work.
+    TypeError for anything but a module. ValueError, before anything is written, for a scheme without a GGUF block, quantized
+    activations (llama.cpp rounds them by its own rules), a rotation, another architecture, and a tokenizer of another kind; it
+    says which and what would work.
     """
     check_model(model)
     gguf = needed("gguf")

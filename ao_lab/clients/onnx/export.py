@@ -44,15 +44,16 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> OnnxFile:
-    """Write a model as an ONNX file (opset 21) for onnxruntime, and OpenVINO where it has the operators.
+    """Export a model as an ONNX file (opset 21) for onnxruntime, and for OpenVINO if it has the operators.
 
-    model: float32, in evaluation mode, its linear layers' weights (N, K) quantized or dense. args, kwargs: inputs of one call,
-    of any shape and dtype; dynamic_shapes, input_names, output_names: as `torch.onnx.export` takes them. Weights over 2 GB lie
-    in a file beside it.
+    model: float32, in evaluation mode, the weights of its linear layers (N, K) quantized or not. args, kwargs: inputs of one
+    call, of any shape and dtype; dynamic_shapes, input_names, output_names: as for `torch.onnx.export`. Weights over 2 GB are
+    stored in a second file.
 
     Integers become MatMulNBits with the same values, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
-    int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for what is no module;
-    ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other dtypes.
+    int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for anything but a
+    module; ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other
+    dtypes.
     """
     check_model(model)
     check_float32(model)

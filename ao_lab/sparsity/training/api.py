@@ -205,24 +205,25 @@ class SparsityStep(NamedTuple):
 
 
 def step_sparsity_(model: nn.Module) -> SparsityStep:
-    """Count one step of the layers that train sparse; call it after each optimizer.step(), on every rank.
+    """Count one step of the layers in sparse training; call it after each optimizer.step(), on every rank.
 
-    Finds masks where they are due (when the sparse phase begins, and every `every` steps where they are recomputed), from the
-    weights as the step left them; lets go of them when the cool-down begins; sets pruned weights to zero where masks are fixed,
-    so that an optimizer's momentum and weight decay cannot move them. The optimizer's moments stay as they are: those of
-    weights that a new mask drops fade ("masked" gives them no gradients), or go on ("straight-through", "sr-ste"). Weight decay
-    of an optimizer shrinks dropped weights of recomputed masks too; "sr-ste" beside it pulls twice. Layers that share a weight
-    have one count.
+    Computes masks when they are due (when the sparse phase begins, and every `every` steps if they are recomputed), from the
+    weights after the step; drops them when the cool-down begins; sets pruned weights to zero if masks are fixed, so that an
+    optimizer's momentum and weight decay cannot change them. The optimizer's moments are unchanged: those of weights that a new
+    mask drops fade ("masked" gives them no gradients), or continue ("straight-through", "sr-ste"). An optimizer's weight decay
+    also shrinks dropped weights of recomputed masks; together with "sr-ste" both apply. Layers that share a weight have one
+    count.
 
-    The host waits for nothing, except under fixed masks when they are found, and where the count was loaded, copied or moved
-    since the last call. In the capture of a CUDA graph, after a call outside of it, masks are found in each replay; that takes
-    layers without warm-up and cool-down whose masks stay or are found in every step. `step` is that of the capture then.
+    There is no host synchronization, except under fixed masks when they are computed, and if the count was loaded, copied or
+    moved since the last call. In the capture of a CUDA graph, after a call outside of it, masks are computed in each replay;
+    that requires layers without warm-up and cool-down whose masks stay or are recomputed in every step. `step` is then that of
+    the capture.
 
     Training that forgets this call raises RuntimeError in the next optimizer.step(), before that changes anything
     (`ao_lab.sparsity.training.layers`).
 
-    Raises TypeError for anything but a model, ValueError where no layer trains sparse, and for layers whose weight something
-    computes (a parametrization, weight_norm), RuntimeError in the capture of a CUDA graph that cannot have the step.
+    Raises TypeError for anything but a model, ValueError if no layer is in sparse training, and for layers whose weight is
+    computed (a parametrization, weight_norm), RuntimeError in the capture of a CUDA graph that does not support the step.
     """
     check_model(model)
     layers = sparse_layers(model)

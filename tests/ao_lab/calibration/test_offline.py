@@ -172,7 +172,7 @@ def test_a_model_without_heads_is_refused(monkeypatch):
     monkeypatch.setattr(offline, "find_heads", lambda *args: [])
     model = model_of("Llama")
     before = copy.deepcopy(model)
-    with pytest.raises(ValueError, match="in no block values and an output projection"), calibrating(model):
+    with pytest.raises(ValueError, match="no block has values and an output projection"), calibrating(model):
         rotate_residual(model, find_blocks(model), {"input_ids": IDS}, stream=False)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
@@ -267,7 +267,7 @@ def without_mean(model):
     ("change", "options", "said"),
     [
         (with_norm_after_a_branch, {}, "model.layers.0 is not the same function in rotated channels"),
-        (with_embedding_norm, {}, r"embed_tokens.1 \(RMSNorm\) lies between the embeddings and the blocks"),
+        (with_embedding_norm, {}, r"embed_tokens.1 \(RMSNorm\) is between the embeddings and the blocks"),
         (with_bias, {}, "LayerNorm has weight and bias: a norm with a bias"),
         (without_mean, {}, "LayerNorm is no RMS norm"),
         (lambda model: None, {"size": 32}, "48 channels, which blocks of 32 do not divide"),
@@ -283,7 +283,7 @@ def test_what_is_refused_before_anything_changes(change, options, said):
 
 
 def test_models_without_a_stream_that_is_known():
-    with pytest.raises(ValueError, match="no embedding makes the first block's input"):
+    with pytest.raises(ValueError, match="the first block's input does not come from an embedding"):
         quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),))
     with pytest.raises(ValueError, match="the whole model is one block"):
         quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),), blocks="")

@@ -50,7 +50,7 @@ def test_a_streamed_folder_has_the_bits_of_a_resident_model(folder, tmp_path, me
 
 
 def test_a_prefix_without_calibration_is_refused(folder):
-    with pytest.raises(ValueError, match="give calibration with them"):
+    with pytest.raises(ValueError, match="give calibration too"):
         quantize_pretrained(folder, INT4, prefix="float")
 
 

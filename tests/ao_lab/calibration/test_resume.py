@@ -103,7 +103,7 @@ def test_blocks_of_another_call_are_refused(tmp_path, change, said):
     run(stack(), tmp_path)
     model = stack()
     before = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=f"block-0000.pt is of another call: {said}"):
+    with pytest.raises(ValueError, match=f"block-0000.pt belongs to another call: {said}"):
         run(model, tmp_path, **change)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
@@ -194,7 +194,7 @@ def test_files_that_are_none_are_refused(tmp_path):
     file.write_text("")
     with pytest.raises(ValueError, match="is a file; give the name of a folder"):
         run(stack(), file)
-    with pytest.raises(ValueError, match="give calibration with them"):
+    with pytest.raises(ValueError, match="give calibration too"):
         quantize_(stack(), INT4, methods=(Clip("none"),), resume=tmp_path)
 
 

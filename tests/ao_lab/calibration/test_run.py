@@ -209,7 +209,7 @@ def test_what_would_be_worse_is_rounded_and_says_so():
     (layer,) = report.changed
     assert layer.calibrated.method == "rounding"
     assert layer.calibrated.ratio == 1
-    assert re.search(r"gptq would have [\d.]+ of rounding's error and was not taken", layer.reason)
+    assert re.search(r"gptq would have [\d.]+ of rounding's error and was not used", layer.reason)
     quantize_(dense, INT4)
     assert_same(model, dense)
 
@@ -333,7 +333,7 @@ def test_methods_are_records_classes_or_names_in_one_order():
         ({"methods": (3,)}, TypeError, "methods holds records such as"),
         ({"methods": (GPTQ(), GPTQ("stored"))}, ValueError, "GPTQ twice"),
         ({"methods": (AWQ(), Smooth())}, ValueError, "Smooth and AWQ do the same"),
-        ({"blocks": "blocks"}, ValueError, "give calibration with them"),
+        ({"blocks": "blocks"}, ValueError, "give calibration too"),
         ({"calibration": inputs(1, 1, 0)[:1], "methods": (GPTQ(),), "blocks": "heads"}, ValueError, "no module"),
         ({"calibration": [torch.randn(1, 8, 32)], "methods": (GPTQ(),)}, ValueError, "8 tokens.*32 is the least"),
         ({"calibration": [torch.full((4, 16, 32), torch.nan)], "methods": (GPTQ(),)}, ValueError, "NaN or infinity"),

@@ -240,10 +240,10 @@ def test_reproduce_of_some_configurations(monkeypatch, capsys):
 
 def test_commands_that_other_packages_register_are_listed_and_run(tmp_path, monkeypatch, capsys):
     """By their entry points: `ao_lab` names none of them, and a clone needs no installation."""
-    assert set(plugins.registered()) >= {"reproduce", "corpus", "pretrain", "bench", "ledger"}
+    assert set(plugins.registered()) >= {"reproduce", "corpus", "pretrain", "bench-kernels", "ledger"}
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("formats", "doctor", "reproduce", "corpus", "pretrain", "bench", "ledger"):
+    for name in ("formats", "doctor", "reproduce", "corpus", "pretrain", "bench-kernels", "ledger"):
         assert f" {name} " in out
     (tmp_path / "my_commands.py").write_text(
         'def greet(name: str = "you") -> None:\n    """Say hello."""\n    print("hello", name)\n'
@@ -269,7 +269,7 @@ def test_commands_for_developers_stand_apart(capsys):
     assert main(["--help"]) == 0
     users, _, developers = capsys.readouterr().out.partition("Experiments, for developers of ao_lab")
     assert all(f" {name} " in users for name in ("configs", "quantize", "eval", "tune", "doctor"))
-    for name in ("bench", "corpus", "ledger", "merge", "pretrain", "pretrained", "reproduce"):
+    for name in ("bench-kernels", "corpus", "ledger", "merge", "pretrain", "pretrained", "reproduce"):
         assert f" {name} " in developers
         assert f" {name} " not in users
 
@@ -317,6 +317,21 @@ def test_verbose_shows_the_logger(capsys):
     finally:
         logger.handlers, logger.level = before
         logger.setLevel(before[1])
+
+
+@pytest.mark.parametrize("flags", [[], ["-v"]])
+def test_what_libraries_warn_of_while_imported_is_quiet(monkeypatch, flags):
+    """Of parts that ao_lab does not use; -v shows it, and the levels are those of before afterwards."""
+    logger, ours = logging.getLogger("torchao"), logging.getLogger("ao_lab")
+    before, seen = (logger.level, ours.handlers[:], ours.level), []
+    monkeypatch.setattr("ao_lab.cli.listings.show_formats", lambda *_: seen.append(logger.level))
+    try:
+        assert main([*flags, "formats"]) == 0
+        assert seen == [logging.NOTSET if flags else logging.ERROR]
+        assert logger.level == before[0]
+    finally:
+        ours.handlers = before[1]
+        ours.setLevel(before[2])
 
 
 def test_help_imports_nothing_heavy():
@@ -416,7 +431,7 @@ def test_it_says_what_the_cpu_has(monkeypatch, bfloat16):
     finding = doctor.cpu()
     assert finding.status == "ok"
     assert str(found) in finding.detail
-    assert f"{torch.get_num_threads()} threads" in finding.detail
+    assert f"{torch.get_num_threads()} thread(s)" in finding.detail
     assert ("no bfloat16 instructions" in finding.reason) == (not bfloat16)
     assert bool(finding.remedy) == (not bfloat16)
 

@@ -45,6 +45,16 @@ def test_figures_of_tensors_and_models(tmp_path, capsys):
     assert f"unknown tensor 'up_proj'; the nearest are {name}" in capsys.readouterr().err
 
 
+def test_figures_of_comparisons(tmp_path):
+    from ao_lab.measure.comparison import Compared, Comparison
+
+    rows = (Compared("unquantized", bytes=16, loss=2.0), Compared("nf4", bytes=5, loss=2.5, difference=0.5))
+    told = Comparison("m", rows, {"text": "a text"}).to_dict()
+    (tmp_path / "comparison.json").write_text(json.dumps(told))
+    assert main(["plot", "comparison", str(tmp_path), "-o", str(tmp_path / "x.svg")]) == 0
+    assert ">nf4<" in (tmp_path / "x.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -53,6 +63,8 @@ def test_figures_of_tensors_and_models(tmp_path, capsys):
         (["schemes", "nowhere", "-o", "x.svg"], "nowhere is no folder of a model"),
         (["schemes", ".", "-o", "x.svg"], "has no config.json"),
         (["schemes", "w.npy", "--scheme", "mxfp5", "-o", "x.svg"], "unknown scheme 'mxfp5'"),
+        (["comparison", "nowhere", "-o", "x.svg"], "nowhere is no file; ao-lab compare"),
+        (["comparison", "w.json", "-o", "x.svg"], "this is no comparison"),
         (["tensor", "v.npy", "--scheme", "mxfp4", "-o", "x.svg"], "v.npy is no file"),
         (["tensor", "t.txt", "--scheme", "mxfp4", "-o", "x.svg"], "no .safetensors file"),
         (["tensor", "w.npy", "--scheme", "int4_g128", "-o", "x.svg"], "not divisible by the block size 128"),
@@ -61,6 +73,7 @@ def test_figures_of_tensors_and_models(tmp_path, capsys):
 def test_wrong_inputs(tmp_path, monkeypatch, capsys, given, said):
     monkeypatch.chdir(tmp_path)
     np.save("w.npy", np.ones((4, 96), np.float32))
+    (tmp_path / "w.json").write_text("{}")
     assert main(["plot", *given]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.glob("x.*"))

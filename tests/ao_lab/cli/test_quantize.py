@@ -360,7 +360,7 @@ LACKING = {
 }  # fmt: skip
 #: Of each, a configuration that it cannot hold, the reason, and what to leave out.
 REASONS = [
-    ("gpt2", "Int8WeightOnlyConfig", "transformer.h.0.attn.c_attn.weight: it is no weight of nn.Linear", ""),
+    ("gpt2", "Int8WeightOnlyConfig", "transformer.h.0.attn.c_attn.weight and 3 more: it is not the weight of an nn.Linear", ""),
     ("llama", "mxfp4", "in bfloat16, and the model is saved in float32", ""),
     ("experts", "Float8DynamicActivationFloat8WeightConfig", "quantizes none of their inputs", "--skip experts"),
     ("vit", "Int8DynamicActivationInt8WeightConfig", "classifier: its inputs have two axes", "--skip classifier"),

@@ -137,6 +137,15 @@ def test_the_same_text_is_told(folder):
     )
 
 
+def test_other_weights_of_the_same_name_are_told_apart(folder, tmp_path):
+    """A comparison of a model that has changed since does not go on."""
+    compare(folder / "base", ["nf4"], out=tmp_path / "out", **given(folder))
+    other = tmp_path / "base"
+    save_llama(other, seed=1)
+    with pytest.raises(ValueError, match=r"other conditions \(weights differ\)"):
+        compare(other, ["nf4"], out=tmp_path / "out", **given(folder))
+
+
 def test_logits_are_kept_while_they_fit(monkeypatch):
     class Model(nn.Module):
         calls = 0
@@ -163,13 +172,13 @@ def test_logits_are_kept_while_they_fit(monkeypatch):
             "unknown configuration or scheme 'Int4WeightOnly'; the nearest are Int4WeightOnlyConfig",
         ),
         ([], {}, "one configuration or more"),
-        (["nf4", "nf4"], {}, "'nf4' names two rows"),
+        (["nf4", "nf4"], {}, "'nf4' is given twice"),
         (["nf4"], {"length": 65}, "takes at most 64 tokens"),
         (["nf4"], {"text": "nowhere"}, "is no file"),
-        (["nf4"], {"methods": ["gptq"]}, "gptq reads the inputs of layers"),
+        (["nf4"], {"methods": ["gptq"]}, "gptq needs calibration data"),
         (["nf4"], {"methods": ["gptk"]}, "unknown method 'gptk'"),
         (["nf4"], {"new_tokens": -1}, "new_tokens is 0 or more"),
-        (["Int8StaticActivationInt8WeightConfig"], {}, "reads the inputs of layers"),
+        (["Int8StaticActivationInt8WeightConfig"], {}, "needs calibration data"),
     ],
 )
 def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
@@ -179,7 +188,7 @@ def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
 
 
 def test_models_that_cannot_be_compared(folder):
-    with pytest.raises(ValueError, match="is quantized already; give the dense model"):
+    with pytest.raises(ValueError, match="is quantized already; give its unquantized base model"):
         compare(folder / "made", ["nf4"], **given(folder))
     with pytest.raises(ValueError, match="names on the Hub are not fetched"):
         compare("some/model", ["nf4"], **given(folder))

@@ -73,7 +73,7 @@ def test_what_does_not_fit(folder, wrong, said, monkeypatch):
 def test_models_that_are_none(folder, tmp_path):
     with pytest.raises(ValueError, match="names on the Hub are not fetched: hf download"):
         evaluate("some/model", **given(folder))
-    with pytest.raises(TypeError, match="a folder or a torch.nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"a folder or a torch\.nn\.Module, got int"):
         evaluate(3, **given(folder))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="give tokenizer="):

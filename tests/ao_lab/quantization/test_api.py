@@ -300,7 +300,7 @@ def test_one_matrix_is_no_batch_of_experts():
         ("positions", False),
         ("0.weight", True),
     ]
-    assert "no batch of experts" in report.left[0].reason
+    assert "not a batch of experts" in report.left[0].reason
 
 
 def test_attention_of_torch_keeps_its_output():

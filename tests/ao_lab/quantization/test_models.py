@@ -76,12 +76,12 @@ MODELS = {
         {"vocab_size": 256, "d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
          "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "num_mel_bins": 16,
          "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 0, **ENDS},
-        SOUND, {"model.decoder.embed_positions.weight": "reads its table otherwise"},
+        SOUND, {"model.decoder.embed_positions.weight": "does not read its table"},
     ),
     # Parameters with three axes that are no experts.
     "ViTForImageClassification": (
         {**SMALL, "image_size": 32, "patch_size": 8}, IMAGE,
-        {"vit.embeddings.cls_token": "no batch of experts", "vit.embeddings.position_embeddings": "no batch of experts"},
+        {"vit.embeddings.cls_token": "not a batch of experts", "vit.embeddings.position_embeddings": "not a batch of experts"},
     ),
     "CLIPVisionModelWithProjection": ({**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 64}, IMAGE, {}),
     # A weight that multiplies a batch from the left, outside of its layer.

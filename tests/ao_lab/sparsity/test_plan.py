@@ -118,7 +118,7 @@ def test_explain_says_how_a_layer_was_pruned():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     remember_pruned(model, "0.weight", "2:4 by wanda")
     assert [layer.sparsity for layer in explain(model).layers] == ["2:4 by wanda", ""]
-    assert "0.weight  left, 2:4 by wanda: never given to quantize_" in str(explain(model))
+    assert "0.weight  left, 2:4 by wanda: quantize_ was not called for it" in str(explain(model))
 
 
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g128_asymmetric", "torchao.int4_g128_tinygemm", "nf4", "fp8_rowwise",
@@ -445,7 +445,7 @@ def test_a_filter_that_asks_for_what_linear_layers_have_accepts_no_experts():
 def test_routers_and_batched_experts_stay():
     plan = planned(Experts(), CONFIG, None)
     assert [t.name for t in plan.changes.values()] == ["out.weight"]
-    assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
+    assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and is left unquantized")
     assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
     linear = selected(Experts(), lambda module, name: isinstance(module, nn.Linear))
     assert linear == ["gate.weight", "out.weight"]

@@ -111,7 +111,7 @@ def test_steps_give_the_same_as_the_loop(kind):
     report = quantize_(model, kind(step="prepare"))
     assert report.changed == ()
     assert {layer.reason for layer in report.left if layer.kind == "Linear"} == {
-        "inputs are watched; step='convert' quantizes it"
+        "inputs are observed; step='convert' quantizes it"
     }
     assert all(p is before[name] for name, p in model.named_parameters())
     loop(model)

@@ -416,9 +416,7 @@ def test_what_is_not_finite_inside_of_a_block_is_refused():
     assert seen(stack, torch.ones(2, 8), torch.ones(0, 8)).reached == {"0", "1"}
     assert seen(stack, torch.ones(0, 8)).reached == set()
     stack[0].bias.data[1] = -torch.inf
-    with pytest.raises(
-        ValueError, match=r"1 is given NaN or infinity by batch 0; leave the batch out, or look"
-    ):
+    with pytest.raises(ValueError, match=r"1 is given NaN or infinity by batch 0; drop the batch, or look"):
         seen(stack, torch.ones(2, 8))
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
 
@@ -552,7 +550,7 @@ def test_lists_of_layers_and_of_mixed_classes_are_none():
 def test_of_two_equal_lists_one_is_named():
     model = model_of(encoder=[Listed(), Listed()], decoder=[Listed(), Listed()])
     with pytest.raises(
-        ValueError, match=r"encoder and decoder are lists of 2 blocks each.*name it by blocks="
+        ValueError, match=r"encoder and decoder are lists of 2 blocks each.*name it with blocks="
     ):
         find_blocks(model)
     assert list(find_blocks(model, "decoder")) == ["decoder.0", "decoder.1"]

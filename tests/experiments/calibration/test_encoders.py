@@ -48,7 +48,7 @@ def test_methods_stand_beside_rounding(place):
         part = 1 - found[method, "cosine distance"] / found["rounding", "cosine distance"]
         assert found[method, RECOVERED] == pytest.approx(100 * part, abs=1e-4)
     assert {row.metric for row in rows if row.metric.startswith("status")} == {"status: ok"}
-    (made,) = [one for one in sections(rows) if one.title == "tiny-mpnet, encoder (quick scale, cpu)"]
+    (made,) = [one for one in sections(rows) if one.title == "tiny-mpnet, encoder (short run, CPU)"]
     assert [line[:2] for line in made.tables[0].lines] == [
         [SCHEME, name] for name in ("rounding", "search by inputs", "gptq")
     ]

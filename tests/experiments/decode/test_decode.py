@@ -172,8 +172,8 @@ def test_targets_are_compared_with_the_fastest_bfloat16():
 
 def test_a_stand_in_is_beside_no_published_value():
     (section,) = decode_page.sections(rows("tiny-stand-in-random", beside=False))
-    assert "stand-in" in section.title
-    assert "**A stand-in**" in section.paragraphs[0]
+    assert "proxy model" in section.title
+    assert "**A proxy model**" in section.paragraphs[0]
     assert not section.drawings
     assert not any("published" in column for column in section.tables[0].columns)
     words = " ".join(cell for table in section.tables for line in table.lines for cell in line)
@@ -197,7 +197,7 @@ def test_a_part_is_reproduced_from_the_command(reproduced):
     places, made = reproduced
     assert any("of them measured now" in what for what, _ in made)
     page = (places.reports / "decode.md").read_text()
-    assert "A tiny stand-in (quick scale, cpu, tiny-stand-in-random)" in page
+    assert "A tiny proxy model (short run, CPU)" in page
     assert set(OUR_CONFIGS) & set(page.split()) == {"int8wo", "nvfp4wo"}
 
 

@@ -90,7 +90,9 @@ def test_the_page_has_a_table_of_each_batch(rows):
     assert [name for name in names if "torchao" not in name] == ["bfloat16", "ours: int8wo", "ours: int3_g32"]
     assert "int4_g128" in " ".join(section.paragraphs)
     (finding,) = real_findings(rows)
-    assert finding.startswith("tiny, its own weights, batch 1 in the own loop (quick scale, cpu): bfloat16 ")
+    assert finding.startswith(
+        "tiny, its own weights, batch 1 in this experiment's own loop (short run, CPU): bfloat16 "
+    )
 
 
 def test_the_same_call_measures_nothing_again(folder, tmp_path, monkeypatch, capsys):

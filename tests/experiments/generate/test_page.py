@@ -105,7 +105,7 @@ def test_calls_and_tokens_are_those_of_the_tables():
     calls, new = ([getattr(one, name) for one in steps] for name in ("calls", "new"))
     assert f"{min(calls)} to {max(calls)} calls of {min(new)} to {max(new)} tokens" in words
     assert f"{COMPILING} calls where steps are compiled" in words
-    assert f"{EAGERLY} call where not" in words
+    assert f"{EAGERLY} call in eager mode" in words
     assert "first quarter of a call's steps is left out" in words
     assert "reduce-overhead" in words
     assert "sets Inductor's options (coordinate descent)" in words

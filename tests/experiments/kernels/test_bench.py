@@ -113,22 +113,22 @@ def test_a_miss_by_little_shows_enough_digits():
 
 def test_list_needs_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--list", "--json"]) == 0
+    assert main(["bench-kernels", "--list", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [case["name"] for case in shown] == list(CASES)
     assert shown[0]["targets"] == {"fraction": 0.95}
-    assert main(["bench", "dequantize.mxfp4", "--list"]) == 0
+    assert main(["bench-kernels", "dequantize.mxfp4", "--list"]) == 0
     assert "dequantize.mxfp4.packed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "ao-lab doctor"),
-        (["bench", "mxfp4", "--shape", "16384x4096"], "ao-lab doctor"),
-        (["bench", "mxfp5"], "mxfp4"),
-        (["bench", "--shape", "large"], "ROWSxCOLUMNS"),
-        (["bench", "small", "--shape", "16384x4096"], "none of these"),
+        (["bench-kernels"], "ao-lab doctor"),
+        (["bench-kernels", "mxfp4", "--shape", "16384x4096"], "ao-lab doctor"),
+        (["bench-kernels", "mxfp5"], "mxfp4"),
+        (["bench-kernels", "--shape", "large"], "ROWSxCOLUMNS"),
+        (["bench-kernels", "small", "--shape", "16384x4096"], "none of these"),
     ],
 )
 def test_without_a_gpu_bench_is_one_line_and_code_2(monkeypatch, capsys, arguments, words):
@@ -151,12 +151,12 @@ def test_bench_shows_what_it_measured(monkeypatch, capsys, tmp_path, sample_rows
     (found,) = results_of(sample_rows).values()
     monkeypatch.setattr(command, "has_device", lambda: True)
     monkeypatch.setattr(command, "part", lambda work, with_baselines: found if with_baselines else [])
-    assert main(["bench", "mxfp4", "--json"]) == 0
+    assert main(["bench-kernels", "mxfp4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["lines"]
     assert shown[0]["case"] == found[0].case
-    assert main(["bench", "mxfp4"]) == 0
+    assert main(["bench-kernels", "mxfp4"]) == 0
     assert "MISSED" in capsys.readouterr().out
-    assert main(["bench", "mxfp4", "--no-baselines", "--json"]) == 0
+    assert main(["bench-kernels", "mxfp4", "--no-baselines", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lines"] == []
 
 

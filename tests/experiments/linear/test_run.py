@@ -60,21 +60,22 @@ ROWS = [
 
 def test_targets_are_met_or_missed():
     assert page.findings(ROWS) == [
-        "weights (14336x4096, NVIDIA H200): 2 of 5 targets are met; missed: int4 g128 at 128; int8 at 1; nvfp4 at 1 rows.",
-        "weights (14336x4096, NVIDIA H200), slower than bfloat16: int4 g128 at 128 rows.",
-        "torchao (14336x4096, NVIDIA H200): 1 of 1 targets are met.",
+        "Quantized weights (NVIDIA H200, 14336 x 4096): 2 of 5 targets are met; missed: int4 g128 at 128; int8 at 1; nvfp4 at "
+        "1 tokens.",
+        "Quantized weights (NVIDIA H200), slower than bfloat16 at some shape from 128 tokens: int4 g128.",
+        "Beside torchao (NVIDIA H200, 14336 x 4096): 1 of 1 targets are met.",
     ]
     section, beside = page.sections(ROWS)
     first, *others = section.tables
     lines = {line[0]: line[1:] for line in first.lines}
-    assert lines["int4 g128, 1 row"] == ["at most 10.4 us", "10.4", "yes"]
-    assert lines["int4 g128, 128 rows"] == ["at least 0.98 times bfloat16", "0.97", "no"]
-    assert lines["int4 g128, 2 rows"] == ["at most 10.4 us", "", ""]
-    assert lines["nvfp4, 1 row"][0] == "at least 2 times bfloat16"
-    assert [one.caption for one in others] == ["1 row", "128 rows"]
+    assert lines["int4 g128, 1 token"] == ["at most 10.4 us", "10.4", "yes"]
+    assert lines["int4 g128, 128 tokens"] == ["at least 0.98 times bfloat16", "0.97", "no"]
+    assert lines["int4 g128, 2 tokens"] == ["at most 10.4 us", "", ""]
+    assert lines["nvfp4, 1 token"][0] == "at least 2 times bfloat16"
+    assert [one.caption for one in others] == ["1 token", "128 tokens"]
     assert others[0].lines[1] == ["int4 g128", "10.4", "", "", "2.98", "", "", "fused", "2.0e-03"]
     assert beside.tables[0].lines[1] == [
-        "fp8 dynamic, rows, 16 rows",
+        "fp8 dynamic, rows, 16 tokens",
         "at least 1.1 times torchao",
         "1.10",
         "yes",
@@ -89,10 +90,10 @@ def test_times_are_targets_of_one_device_and_all_of_one_shape():
         ((where, results),) = by_run(found, "weights").items()
         return {one.name for one in page.targets_of("weights", where, results)}
 
-    assert "int4 g128, 1 row" in names("NVIDIA H200", "14336x4096")
+    assert "int4 g128, 1 token" in names("NVIDIA H200", "14336x4096")
     elsewhere = names("NVIDIA H100 80GB HBM3", "14336x4096")
-    assert "int4 g128, 1 row" not in elsewhere
-    assert {"nf4, 1 row", "int4 g128, 128 rows"} <= elsewhere
+    assert "int4 g128, 1 token" not in elsewhere
+    assert {"nf4, 1 token", "int4 g128, 128 tokens"} <= elsewhere
     assert names("NVIDIA H200", "4096x4096") == set()
 
 
@@ -269,7 +270,7 @@ def test_rows_of_all_parts_and_their_page(settings):
     first, second = page.findings(rows)
     assert first == page.NOTHING
     assert second.startswith(
-        "83 layers on a CPU: outputs differ from the product of what is stored by at most "
+        "83 layers on a CPU: outputs differ from the matmul of the dequantized weight by at most "
     )
     sections = page.sections(rows)
     assert [one.title.partition(" (")[0] for one in sections] == [

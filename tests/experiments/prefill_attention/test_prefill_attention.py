@@ -45,8 +45,8 @@ def test_page():
     rows += [row(ATTENTION, "int8", COSINE, 0.9997), row(ALL, "int8", "perplexity, change", 0.02)]
     rows += [row(ALL, "int8", "KL", 1e-4)]
     errors, changes = page.findings(rows)
-    assert errors == "Norm of the error on M (full scale, cpu, text): int8 2.5%, fp8 6.0%."
-    assert changes == "Perplexity of M (full scale, cpu, text): int8 0.02%."
+    assert errors == "Norm of the error on M (CPU, text): int8 2.5%, fp8 6.0%."
+    assert changes == "Perplexity of M (CPU, text): int8 0.02%."
     attention, predicted = page.sections(rows)
     assert [line[:2] for line in attention.tables[0].lines] == [["int8", "0.99970"], ["fp8", ""]]
     assert [line[0] for line in predicted.tables[0].lines] == ["int8"]

@@ -149,8 +149,8 @@ def test_the_same_call_measures_nothing_again(place, monkeypatch, capsys):
 def test_the_page_has_a_section_for_each(place):
     rows = rows_of(place)
     made = {one.title: one for one in sections(rows)}
-    encoder = made["tiny-mpnet, encoder (quick scale, cpu)"]
-    spoken = made["tiny-whisper, speech (quick scale, cpu)"]
+    encoder = made["tiny-mpnet, encoder (short run, CPU)"]
+    spoken = made["tiny-whisper, speech (short run, CPU)"]
     assert encoder.paragraphs[0].startswith("**Grid of the file's weights before:** not stated")
     assert "12 texts; the dense model's accuracy is" in encoder.paragraphs[1]
     assert [line[:2] for line in spoken.tables[0].lines] == [
@@ -160,7 +160,7 @@ def test_the_page_has_a_section_for_each(place):
     assert all(len(line) == len(spoken.tables[0].columns) for line in spoken.tables[0].lines)
     assert len(encoder.drawings) == len(spoken.drawings) == 1
     said = " ".join(findings(rows))
-    assert "tiny-mpnet, accuracy on film-reviews (quick scale; dense" in said
+    assert "tiny-mpnet, accuracy on film-reviews (short run, CPU; dense" in said
     assert "mxfp4_rceil with inputs" in said
 
 

@@ -297,7 +297,7 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     harness.run_one("qat", tiny.settings(tmp_path), places)
     pages.write_pages(places)
     assert "**Targets of the mean recovered part; " in (places.reports / "qat.md").read_text()
-    assert "data/qat.csv" in (places.reports / "index.html").read_text()
+    assert "data/qat.csv" in (places.reports / "qat.html").read_text()
     made = pages.make_page(places, "qat")
     assert "qat-recovery-quick-cpu-made" in made.pictures
     published, section = made.sections

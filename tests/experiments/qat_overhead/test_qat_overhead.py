@@ -118,7 +118,7 @@ def test_published_costs_follow_from_published_rates():
 
 def test_sections_of_the_real_shapes():
     (section,) = qat_overhead_page.sections(rows())
-    assert section.title == f"Two blocks of Llama-3-8B (full scale, a GPU, {LLAMA_3_8B_TWO_LAYERS.name})"
+    assert section.title == "Two blocks of Llama-3-8B (a GPU)"
     assert "All 12 values that have a target meet it." in text(section)
     assert "**Targets of ours**: 8% time and 5% peak memory" in text(section)
     assert "eager +0.25%, compiled +0.25%" in text(section)
@@ -137,7 +137,7 @@ def test_published_values_stand_beside_the_whole_model_alone():
     assert [table.caption for table in whole.tables][-1] == "Published, for comparison"
     assert "arget" not in text(whole)
     (stand_in,) = qat_overhead_page.sections(rows(TINY_TWO_LAYERS.name, {**COSTS, "ours": (900.0, 0.0)}))
-    assert stand_in.paragraphs[0].startswith("**A stand-in**")
+    assert stand_in.paragraphs[0].startswith("**A proxy model**")
     assert len(stand_in.tables) == 1
     assert not stand_in.drawings
     assert "issed targets" not in text(stand_in)

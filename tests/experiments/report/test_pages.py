@@ -16,8 +16,8 @@ from experiments.harness.rows import ROOT, Row, publish, read
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
 from experiments.report.content import Headline, headlines_of
-from experiments.report.pages import scoreboard
 from experiments.report.results import by_run, family, number
+from experiments.report.scoreboard import scoreboard
 from tests.experiments.harness import tiny
 
 # The first page: headlines with number, device and date, a line for each experiment, and no more than is read in a minute.
@@ -47,7 +47,7 @@ def test_a_headline_has_the_values_device_and_days_of_its_rows():
 
 def test_the_first_page_is_short():
     assert len(PAGE.encode()) <= MOST_BYTES
-    headlines = re.findall(r"^- .+ \((?:NVIDIA .+|cpu), \d{4}-.+\)\. \[\w+\]\(\w+\.md\)$", PAGE, re.MULTILINE)
+    headlines = re.findall(r"^- .+ \((?:NVIDIA .+|CPU), \d{4}-.+\)\. \[\w+\]\(\w+\.md\)$", PAGE, re.MULTILINE)
     assert len(headlines) == HEADLINES
     assert all(re.search(r"\d", one) for one in headlines)
     for name in EXPERIMENTS:
@@ -91,7 +91,7 @@ def test_pages_need_no_network_and_no_file_that_is_not_there(places):
         assert [name for name in linked if not (places.reports / name).is_file()] == []
     drawn = {name for html in found.values() for name in re.findall(r'src="(figures/[^"]+)"', html)}
     assert len(drawn) == len(list(places.figures.glob("*.svg")))
-    assert "stand-in" in found["ptq"]
+    assert "proxy model" in found["ptq"]
     assert "Every scheme on" not in found["index"]
     assert "Every scheme on" in found["formats"]
     assert not places.cache.exists()
@@ -120,7 +120,7 @@ def test_a_missing_result_stays_missing(places, rows):
 
 def test_nothing_measured_makes_an_empty_report(tmp_path):
     made = pages.write_pages(Paths(tmp_path, tmp_path / "reports"))
-    assert [what for what, _ in made] == [*["report"] * 3, *["answers"] * 2, "report"]
+    assert [what for what, _ in made] == [*["report"] * 5, *["answers"] * 2, "report"]
 
 
 def test_bits_stand_beside_the_tensors_that_they_are_of(places):
@@ -161,11 +161,6 @@ def test_families_and_numbers():
     ]
 
 
-def test_cells_sort_by_their_value():
-    cells = ["1.25", "0.0265 ± 0.0044", "(-0.1 ± 0.2)", "exact", "", "int4_g32", "Llama-3.1-8B"]
-    assert [pages.order(cell) for cell in cells] == ["", "0.0265", "-0.1", "1e99", "", "", ""]
-
-
 def test_every_marker_has_its_name_under_the_pointer():
     text = plots.svg(plots.dots(["a & b", "c"], {"s": [1.0, None], "t": [2.0, 3.0]}, "x", base=1.0))
     assert re.findall(r"<use [^>]*><title>([^<]*)</title></use>", text) == [
@@ -186,7 +181,8 @@ def test_the_scripts_of_the_tables_lie_beside_the_pages(places):
     text = (places.reports / "assets" / "datatables.js").read_text()
     packed = json.loads(text[text.index("{") : text.rindex("}") + 1])
     assert b"DataTable" in gzip.decompress(base64.b64decode(packed["js"]))
-    assert "assets/datatables.js" in (places.reports / "ptq.html").read_text()
+    assert "assets/datatables.js" in (places.reports / "assets" / "report.js").read_text()
+    assert "assets/report.js" in (places.reports / "ptq.html").read_text()
 
 
 def test_a_stand_in_fills_no_published_cell():

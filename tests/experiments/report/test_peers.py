@@ -39,7 +39,7 @@ def test_a_later_value_of_the_same_comparison_counts():
 
 def test_an_expected_peer_without_any_row_is_listed():
     (line,) = lines(row("int8", "time"))
-    assert (line[1], line[4], line[6]) == ("torchao", "all", "no row of it")
+    assert (line[1], line[4], line[6]) == ("torchao", "all", "not run")
     assert {line[0] for line in missing({}).lines} == {one.experiment for one in EXPECTED}
 
 

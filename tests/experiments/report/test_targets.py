@@ -64,13 +64,13 @@ def test_a_table_has_the_note_of_its_rows(changed):
     table = Table("Speed", ["weights", "us"], [["int8", "1"]], [row("int8", OLD)])
     long = Table("Long", ["weights"], [[str(number)] for number in range(pages.MOST_LINES + 1)], [row("x")])
     section = Section("Speed", tables=[table, long])
-    page = pages.Page("linear", "Linear", (), (), None, [section], (), "linear.csv.gz", 2, "", "", ())
+    page = pages.Page("linear", "Linear", (), (), None, [section], (), "linear.csv.gz", section.rows, "", ())
     text = pages.render("page.md.j2", page=page, brief=pages.brief_tables(page))
     assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in text
     assert f"Long: {pages.MOST_LINES + 1} lines, in [linear.html](linear.html)" in text
     html = pages.render("page.html.j2", page=page)
-    assert f"measured 2026-11-26 at {OLD}; since then 14 files" in html
-    assert f"<td>{pages.MOST_LINES}</td>" in html
+    assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in html
+    assert f"<td>{pages.MOST_LINES}\n" in html
 
 
 def test_figures_of_two_gpus_have_two_names():
@@ -107,11 +107,11 @@ def run(*targets, device="GPU", **names):
 
 def test_rows_of_a_method_with_one_limit_share_a_line():
     found = run(
-        Target("int4, 1 row", 10.5, 10.0, False, "us", ".1f", day="2026-11-28"),
-        Target("int4, 2 rows", 9.0, 10.0, False, "us", ".1f", day="2026-11-28"),
-        Target("int4, 4 rows", 12.0, 10.0, False, "us", ".1f", day="2026-11-28"),
-        Target("int4, 64 rows", 0.9, 1.0, value_format=".2f", day="2026-11-27"),
-        Target("int8, 64 rows", None, 1.0),
+        Target("int4, 1 token", 10.5, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 2 tokens", 9.0, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 4 tokens", 12.0, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 64 tokens", 0.9, 1.0, value_format=".2f", day="2026-11-27"),
+        Target("int8, 64 tokens", None, 1.0),
         about="weights",
         unit="times bfloat16",
     )
@@ -119,8 +119,8 @@ def test_rows_of_a_method_with_one_limit_share_a_line():
     assert (table.caption, tuple(table.columns)) == ("GPU: 1 of 4 reached, 1 not measured", COLUMNS)
     about = "weights, 4096x4096"
     assert table.lines == [
-        ["int4, 1, 4 rows", about, "10.5, 12.0 us", "at most 10", "5.0 to 20.0%", "2026-11-28"],
-        ["int4, 64 rows", about, "0.90 times bfloat16", "at least 1", "10.0%", "2026-11-27"],
+        ["int4, 1, 4 tokens", about, "10.5, 12.0 us", "at most 10", "5.0 to 20.0%", "2026-11-28"],
+        ["int4, 64 tokens", about, "0.90 times bfloat16", "at least 1", "10.0%", "2026-11-27"],
     ]
     assert counted([found]) == "targets reached on GPU 1 of 4, 1 not measured"
 

@@ -227,7 +227,7 @@ def test_rows_of_all_parts_and_their_page(settings):
     timed = [row for row in rows if table_parts(row.table)[0] not in trained]
     assert {row.metric for row in timed} == {"status: not run: times are of a GPU at full scale"}
     assert [words.partition(",")[0] for words in page.findings(rows)] == [
-        "Vision transformer", "Language model", "Nothing is timed yet: times are of a GPU at full scale."
+        "Vision transformer", "Language model", "Nothing has been timed yet: times need a GPU."
     ]  # fmt: skip
     sections = page.sections(rows)
     assert [section.title.partition(" (")[0] for section in sections[:2]] == [

@@ -1,0 +1,117 @@
+"""`ao-lab bench`: times of the linear layers and of generate() of a model of your own, or of shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    console,
+    print_json,
+    print_table,
+    track_progress,
+    when_stopped,
+)
+
+if TYPE_CHECKING:
+    from ao_lab.measure.times import Benchmark
+
+
+def command(
+    model: Annotated[
+        Path | None, typer.Option(help=f"{MODEL_FOLDER[:-1]}; a quantized one is timed as it is.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,N,K", help="Tokens, outputs and inputs of a linear layer, repeatable."),
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]...",
+            help="Configurations (ao-lab configs), 'NAME key=value', or schemes (ao-lab schemes). Default: seven common ones.",
+        ),
+    ] = None,
+    configs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--configs",
+            "--config",
+            help="The same as an option: names with commas between, or several times.",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Tokens of the layers' inputs, and sequences of generate(), repeatable. Default: 1 and 16.",
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of generate() that are timed; 0 leaves generate() out.")
+    ] = 32,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compiled/--no-compiled",
+            help="Whether generate() is timed compiled too, which takes a GPU. Default: where there is one.",
+        ),
+    ] = None,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
+    from ao_lab.cli.compare import configuration, split
+    from ao_lab.measure.benchmark import benchmark
+
+    check_device(device.value if device else None)
+    names = [*(name for given in configs or [] for name in split(given)), *(more or [])]
+    try:
+        with (
+            when_stopped(lambda: "times are not kept; the same command starts again"),
+            track_progress("bench", plain=as_json, transient=True) as work,
+        ):
+            found = benchmark(
+                model,
+                shapes=[shape_of(one) for one in shape or []],
+                configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
+                batch=batch or (1, 16),
+                new_tokens=new_tokens,
+                compiled=compiled,
+                device=device.value if device else None,
+                progress=lambda what, done, total: work.at(done, what, total),
+            )
+    except (ValueError, TypeError) as error:
+        raise WrongInput(str(error)) from error
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        show(found)
+
+
+def shape_of(given: str) -> list[int]:
+    """The three numbers of M,N,K; WrongInput for anything else."""
+    try:
+        return [int(one) for one in given.split(",")]
+    except ValueError as error:
+        raise WrongInput(
+            f"--shape {given}: write M,N,K, tokens, outputs and inputs of a layer, such as 16,4096,4096 (ao-lab bench-kernels "
+            f"takes shapes of our own benchmarks)"
+        ) from error
+
+
+def show(found: Benchmark) -> None:
+    """The tables, and what they hold for."""
+    from ao_lab.measure.times import GENERATE, LAYERS
+
+    if cells := found.layer_cells():
+        print_table("Linear layers", LAYERS, cells, LAYERS[3:6])
+    if cells := found.generate_cells():
+        print_table(f"generate() of {found.model}", GENERATE, cells, GENERATE[3:])
+    for note in found.notes:
+        console().print(note, markup=False)

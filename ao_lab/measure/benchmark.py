@@ -1,0 +1,378 @@
+"""`benchmark`: times of linear layers and of generate(), quantized beside unquantized, timed in turn.
+
+Layers have random weights (of a quantized model: its own), and rotate over copies that together exceed three times a GPU's L2.
+Modes of layers: "eager", as Python calls them, and on GPUs "CUDA graph", launched from a recorded graph as compiled models
+launch them. Modes of generate(): "eager", and on GPUs "compiled", after `prepare_for_generate_`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.compile.generation import prepare_for_generate_
+from ao_lab.install.extras import WrongInput
+from ao_lab.install.versions import __version__
+from ao_lab.measure.compare import REFUSALS, USUAL, Given, configurations, describe
+from ao_lab.measure.evaluate import in_memory, name_of
+from ao_lab.measure.folders import check_folder, check_language_model, device_of
+from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.times import OK, Benchmark, Timed
+from ao_lab.measure.turns import (
+    AGAIN,
+    Plan,
+    Span,
+    cache_bytes,
+    input_sets,
+    interleaved,
+    prepare,
+    summary,
+    watch_of,
+)
+from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.report import explain
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.layers import is_linear, is_transposed
+
+#: Called with what is under way, and how much is done of how much.
+Progress = Callable[[str, int, int], None]
+#: (tokens, outputs, inputs) of a product.
+Shape = tuple[int, int, int]
+Build = Callable[[nn.Module], object]
+#: The name of a model that is quantized already.
+STORED = "as stored"
+EAGER, GRAPH, COMPILED = "eager", "CUDA graph", "compiled"
+#: Rounds of layers; the least that a span of calls lasts, and all rounds of a shape.
+PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
+#: Copies of a layer at most.
+COPIES = 8
+#: Tokens of a prompt, and calls of generate() that are timed.
+PROMPT, ROUNDS = 16, 5
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Says nothing."""
+
+
+def benchmark(
+    model: str | Path | nn.Module | None = None,
+    *,
+    shapes: Sequence[Sequence[int]] = (),
+    configs: Sequence[Given] | Mapping[str, Given] | None = None,
+    batch: Sequence[int] = (1, 16),
+    new_tokens: int = 32,
+    compiled: bool | None = None,
+    device: str | None = None,
+    progress: Progress = _silent,
+) -> Benchmark:
+    """Times of the linear layers of a model, or of shapes, and of the model's generate(), beside what is not quantized.
+
+    That is the model in its own dtype; layers of shapes alone are in bfloat16.
+
+    model: a folder of transformers or a model in memory, dense, or quantized already (ours, compressed-tensors, torchao):
+    then it is timed as it is beside its dequantized copy, and there are no `configs`. shapes: products (tokens, outputs,
+    inputs), with or without a model. configs: as for `compare`, without folders; None: seven usual ones. batch: tokens of the
+    layers' inputs, and sequences of generate(). new_tokens: of generate(); 0 leaves it out. compiled: whether generate() is
+    timed compiled too, which takes a GPU; None: where there is one. progress: called with a name, parts done, and of how
+    many.
+
+    Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
+    reason as its status. Memory: two dense models and a quantized one, three where generate() is compiled.
+
+    ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
+    beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
+    """
+    where = device_of(device)
+    products = [shape_of(one) for one in shapes]
+    check_numbers(model, products, batch, new_tokens, compiled, where)
+    wanted = configurations(USUAL if configs is None else configs)
+    if folders := [name for name, one in wanted.items() if isinstance(one, Path)]:
+        raise WrongInput(f"{folders[0]} is a folder; give it as the model, and no configurations")
+    ready = None if model is None else in_memory(model, where)
+    stored = ready is not None and is_quantized(ready)
+    if stored and configs is not None:
+        raise WrongInput(
+            f"{name_of(model or '')} is quantized already and is timed as it is; leave the configurations out"
+        )
+    dtype = torch.bfloat16 if ready is None else dtype_of(ready)
+    work = Work(where, {name: partial(_quantize, config=one) for name, one in wanted.items()}, dtype)
+    rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
+    conditions = {
+        "device": describe(where),
+        "threads": torch.get_num_threads() if where == "cpu" else None,
+        "new_tokens": new_tokens,
+        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+    }
+    return Benchmark(None if model is None else name_of(model), tuple(rows), conditions)
+
+
+def _quantize(module: nn.Module, config: Any) -> None:
+    quantize_(module, config)
+
+
+def shape_of(given: Sequence[int]) -> Shape:
+    """(tokens, outputs, inputs); ValueError for other than three positive integers."""
+    if len(given) != 3 or any(type(one) is not int or one < 1 for one in given):
+        raise WrongInput(
+            f"a shape is M,N,K: tokens, outputs and inputs of a layer, such as 16,4096,4096; got {given!r}"
+        )
+    tokens, outputs, inputs = given
+    return tokens, outputs, inputs
+
+
+def check_numbers(
+    model: str | Path | nn.Module | None,
+    products: Sequence[Shape],
+    batch: Sequence[int],
+    new_tokens: int,
+    compiled: bool | None,
+    device: str,
+) -> None:
+    """WrongInput for what would only be found after a model is loaded."""
+    if model is None and not products:
+        raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
+    if not batch or any(type(one) is not int or one < 1 for one in batch) or new_tokens < 0:
+        raise WrongInput(
+            f"--batch is 1 or more and --new-tokens 0 or more, got {list(batch)} and {new_tokens}"
+        )
+    if compiled and not device.startswith("cuda"):
+        raise WrongInput(
+            "--compiled: transformers compiles generate() on GPUs alone; use --device cuda, or leave it out"
+        )
+    if model is not None:
+        name_of(model)
+    if isinstance(model, (str, Path)):
+        check_folder(Path(model))
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model has quantized weights."""
+    return any(isinstance(one, QuantizedTensor) for one in model.parameters())
+
+
+def dense_copy(model: nn.Module) -> nn.Module:
+    """A copy with every quantized weight dequantized."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, QuantizedTensor):
+                dense = parameter.dequantize()
+                setattr(module, name, nn.Parameter(dense, requires_grad=False))
+    return made
+
+
+def layers_of(model: nn.Module) -> dict[tuple[int, int], list[nn.Module]]:
+    """Linear layers by (outputs, inputs)."""
+    found: dict[tuple[int, int], list[nn.Module]] = {}
+    for module in model.modules():
+        if is_linear(module):
+            shape: Any = tuple(module.weight.shape)  # type: ignore[arg-type]
+            found.setdefault(shape[::-1] if is_transposed(module) else shape, []).append(module)
+    return found
+
+
+def example_of(layers: Sequence[nn.Module]) -> nn.Linear | None:
+    """The first quantized layer of nn.Linear."""
+    own = (one for one in layers if isinstance(one, nn.Linear) and isinstance(one.weight, QuantizedTensor))
+    return next(own, None)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype that a model computes in: that of its first parameter of floats."""
+    return next((one.dtype for one in model.parameters() if one.dtype.is_floating_point), torch.bfloat16)
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """ "bfloat16", for instance."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Work:
+    """Where things are timed, and what makes a module quantized, by name."""
+
+    device: str
+    makers: dict[str, Build]
+    dtype: torch.dtype = torch.bfloat16
+    rows: list[Timed] = field(default_factory=list)
+
+    def run(
+        self,
+        model: nn.Module | None,
+        stored: bool,
+        products: Sequence[Shape],
+        batch: Sequence[int],
+        new_tokens: int,
+        compiled: bool | None,
+        progress: Progress,
+    ) -> list[Timed]:
+        """Layers of all shapes, then generate()."""
+        own = {} if model is None else layers_of(model)
+        examples = {shape: example_of(layers) for shape, layers in own.items()} if stored else {}
+        own = {shape: layers for shape, layers in own.items() if not stored or examples[shape] is not None}
+        counts = Counter({(tokens, *shape): len(layers) for shape, layers in own.items() for tokens in batch})
+        shapes = list(dict.fromkeys([*counts, *products]))
+        generates = model is not None and new_tokens > 0
+        modes = self.modes(compiled)
+        total = len(shapes) + (len(batch) * len(modes) if generates else 0)
+        for done, shape in enumerate(shapes):
+            progress("x".join(map(str, shape)), done, total)
+            self.rows += self.layers(shape, counts[shape], examples.get(shape[1:]))
+        if model is not None and generates:
+            dense = dense_copy(model) if stored else model
+            for at, (size, mode) in enumerate((size, mode) for mode in modes for size in batch):
+                progress(f"generate(), batch {size}, {mode}", len(shapes) + at, total)
+                self.rows += self.generation(dense, model if stored else None, size, new_tokens, mode)
+        progress("", total, total)
+        return self.rows
+
+    def modes(self, compiled: bool | None) -> tuple[str, ...]:
+        """How generate() runs."""
+        wanted = self.device.startswith("cuda") if compiled is None else compiled
+        return (EAGER, COMPILED) if wanted else (EAGER,)
+
+    @torch.no_grad()
+    def layers(self, shape: Shape, count: int, example: nn.Linear | None) -> list[Timed]:
+        """Times of a layer of a shape, by configuration and mode. example: of a quantized model, its own layer."""
+        watch = watch_of("cuda" if self.device.startswith("cuda") else "cpu")
+        spans: dict[str, Span] = {}
+        kernels: dict[str, str] = {}
+        failed: list[Timed] = []
+        others: dict[str, Build | None] = {STORED: None} if example is not None else dict(self.makers)
+        makers: dict[str, Build | None] = {name_of_dtype(self.dtype): None, **others}
+        for name, maker in makers.items():
+            try:
+                layer = example if name == STORED and example is not None else self.layer(shape, maker)
+                calls, kernels[name] = self.calls(layer, shape), kernel_of(layer)
+                spans[name] = prepare(watch, calls, PLAN)
+            except REFUSALS as error:
+                failed.append(Timed("linear", name, EAGER, shape, layers=count, status=reason(error)))
+        rows: list[Timed] = []
+        for mode in (EAGER, GRAPH) if self.device.startswith("cuda") else (EAGER,):
+            times = interleaved(watch, spans, PLAN, graph=mode == GRAPH)
+            times.pop(AGAIN)
+            rows += timed("linear", times, mode, shape, count, kernels)
+        return [*rows, *failed]
+
+    def layer(self, shape: Shape, maker: Build | None) -> nn.Linear:
+        """A layer of random weights, made by a configuration."""
+        _, outputs, inputs = shape
+        layer = nn.Linear(
+            inputs, outputs, bias=False, device=self.device, dtype=torch.bfloat16
+        ).requires_grad_(False)
+        layer.weight.normal_(std=inputs**-0.5)
+        if maker is not None:
+            maker(nn.Sequential(layer))
+        return layer
+
+    def calls(self, layer: nn.Linear, shape: Shape) -> list[Callable[[], Any]]:
+        """Calls of copies of a layer on inputs of their own: as many as exceed a GPU's cache; one on a CPU."""
+        tokens, outputs, inputs = shape
+        moved = float(layer.weight.nbytes + 2 * tokens * (outputs + inputs))
+        copies = input_sets(moved, cache_bytes(), COPIES) if self.device.startswith("cuda") else 1
+        layers = [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
+        dtype = layer.weight.dtype
+        return [partial(one, torch.randn(tokens, inputs, device=self.device, dtype=dtype)) for one in layers]
+
+    @torch.no_grad()
+    def generation(
+        self, dense: nn.Module, stored: nn.Module | None, batch: int, new_tokens: int, mode: str
+    ) -> list[Timed]:
+        """Times of a token of generate(), by configuration, each in turn with the dense model."""
+        check_language_model(dense, "the model")
+        rows: list[Timed] = []
+        base = name_of_dtype(self.dtype)
+        makers: dict[str, Build | None] = {STORED: None} if stored is not None else dict(self.makers)
+        for name, maker in makers.items():
+            try:
+                pair = {base: dense, name: copy.deepcopy(dense) if stored is None else stored}
+                if maker is not None:
+                    maker(pair[name])
+                if mode == COMPILED:
+                    pair = prepared(pair, dense, stored)
+                times = self.in_turn(pair, batch, new_tokens, mode)
+                found = timed("generate", times, mode, (batch,), 0, {})
+                rows += [
+                    row for row in found if row.name != base or not any(one.name == base for one in rows)
+                ]
+            except REFUSALS as error:
+                rows.append(Timed("generate", name, mode, (batch,), status=reason(error)))
+            finally:
+                pair = {}
+                if self.device.startswith("cuda"):
+                    torch.cuda.empty_cache()
+        return rows
+
+    def in_turn(self, models: Mapping[str, Any], batch: int, new: int, mode: str) -> dict[str, list[float]]:
+        """Seconds of a new token by each model, round by round, after calls that warm up and compile."""
+        random = torch.Generator().manual_seed(0)
+        table: Any = next(iter(models.values())).get_input_embeddings()
+        ids = torch.randint(table.weight.shape[0], (batch, PROMPT), generator=random)
+        prompt, options = ids.to(self.device), {"disable_compile": True} if mode == EAGER else {}
+        times: dict[str, list[float]] = {name: [] for name in models}
+        with several_compiled() if mode == COMPILED else nullcontext():
+            for number in range(2 + ROUNDS):
+                for name, model in models.items():
+                    seconds = by_transformers(model, prompt, new, **options)[0]
+                    if number >= 2:
+                        times[name].append(seconds / new)
+        return times
+
+
+def prepared(pair: Mapping[str, nn.Module], *kept: nn.Module | None) -> dict[str, nn.Module]:
+    """Models that generate() compiles, with our options. kept: models that stay as they are; copies of them are prepared."""
+    made = {
+        name: copy.deepcopy(one) if any(one is other for other in kept) else one for name, one in pair.items()
+    }
+    for one in made.values():
+        prepare_for_generate_(one)
+    return made
+
+
+def several_compiled() -> Any:
+    """Models are not compiled for any size since another's sizes differ, and not refused for their number."""
+    torch.compiler.reset()
+    return torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False)
+
+
+def timed(
+    what: str,
+    times: Mapping[str, Sequence[float]],
+    mode: str,
+    shape: tuple[int, ...],
+    count: int,
+    kernels: Mapping[str, str],
+) -> list[Timed]:
+    """Rows of times; the first name is what the others' speed is over, round by round."""
+    base = next(iter(times.values()), [])
+    rows = []
+    for name, one in times.items():
+        found = summary(one)
+        speed = summary([b / a for a, b in zip(one, base, strict=True)]).median
+        values = (found.median, found.low, found.high, speed)
+        rows.append(Timed(what, name, mode, shape, *values, kernels.get(name, ""), count, OK))
+    return rows
+
+
+def kernel_of(layer: nn.Linear) -> str:
+    """What computes a layer, as `explain` says it; "" of a dense one."""
+    if not isinstance(layer.weight, QuantizedTensor):
+        return ""
+    return next((one.kernel for one in explain(nn.Sequential(layer)).layers), "")
+
+
+def reason(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+__all__ = ["benchmark"]

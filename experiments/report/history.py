@@ -1,0 +1,104 @@
+"""The history of the values of the first page: what each was at which commit, since a run's rows replace those before.
+
+``reports/data/history.csv`` holds them as rows, one for each value, commit and day. Writing pages adds today's. What was
+published before there was this file was taken from the history of the repository (`experiments.report.committed`), and no page
+reads git for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.harness import rows as tidy
+from experiments.harness.paths import Paths
+from experiments.harness.rows import Key, Row
+from experiments.report.content import Table
+from experiments.report.scoreboard import short
+
+FILE = "history.csv"
+#: Width and height of a small picture of a history, and how far its line stays from the ends.
+WIDTH, HEIGHT, MARGIN = 120, 28, 3
+
+
+@dataclass(frozen=True)
+class History:
+    """One value over time, the oldest first: what of, and its rows."""
+
+    what: str
+    rows: Sequence[Row]
+
+    @property
+    def table(self) -> Table:
+        """Day, commit, value and its change from the one before; the newest first."""
+        lines = []
+        for place, row in enumerate(self.rows):
+            before = self.rows[place - 1].value if place else None
+            percent = round(100 * (row.value / before - 1), 1) if before else 0.0
+            change = "" if not before else f"{percent:+.1f}%" if percent else "0.0%"
+            lines.append([row.date[:10], row.commit, f"{short(row.value)} {row.unit}".strip(), change])
+        columns = ["measured", "commit", self.rows[-1].metric, "change"]
+        return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
+
+    @property
+    def line(self) -> str:
+        """The points of a small picture, as SVG takes them; nothing of fewer than two."""
+        values = [row.value for row in self.rows]
+        if len(values) < 2:
+            return ""
+        low, high = min(values), max(values)
+        across, up = (WIDTH - 2 * MARGIN) / (len(values) - 1), (HEIGHT - 2 * MARGIN) / ((high - low) or 1)
+        places = (
+            (MARGIN + place * across, HEIGHT - MARGIN - (value - low) * up)
+            for place, value in enumerate(values)
+        )
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+    @property
+    def words(self) -> str:
+        """What the picture shows, for those who do not see it."""
+        first, last = self.rows[0], self.rows[-1]
+        return (
+            f"{len(self.rows)} measurements, from {short(first.value)} on {first.date[:10]} to {short(last.value)} on "
+            f"{last.date[:10]}"
+        )
+
+
+def path_of(places: Paths) -> Path:
+    """The file of a folder of reports."""
+    return places.data / FILE
+
+
+def remember(places: Paths, rows: Iterable[Row]) -> list[Row]:
+    """Add rows to the file, each once for its commit and day; returns all that it then holds."""
+    path = path_of(places)
+    known = tidy.read(path)
+    merged = in_order([*known, *rows])
+    if merged != known:
+        tidy.write(path, merged)
+    return merged
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """One row for each value, commit and day, by value, then by time; what repeats the value before it is left out."""
+    dated = sorted((row for row in rows if row.date), key=lambda row: row.date)
+    unique = {(row.key, row.commit, row.date[:10]): row for row in dated}
+    kept: list[Row] = []
+    for row in sorted(unique.values(), key=lambda row: (row.key, row.date)):
+        if not kept or kept[-1].key != row.key or written(kept[-1]) != written(row):
+            kept.append(row)
+    return kept
+
+
+def written(row: Row) -> tuple[str, str]:
+    """What tells a measurement from the one before it: the value as files have it, and its commit."""
+    return f"{row.value:.9g}", row.commit
+
+
+def histories(rows: Sequence[Row], named: Iterable[tuple[str, Row]]) -> list[History]:
+    """The history of some rows, each with the words that say what it is; of those that have one."""
+    by_key: dict[Key, list[Row]] = {}
+    for row in rows:
+        by_key.setdefault(row.key, []).append(row)
+    return [History(what, by_key[row.key]) for what, row in named if row.key in by_key]

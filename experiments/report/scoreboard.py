@@ -1,0 +1,162 @@
+"""The scoreboard: every published value beside the measured one of the same model, method and metric, and those that have none.
+
+How many of each there are is counted from the same lines, and is the first sentence of the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.report.accuracies import counted as counted_accuracies
+from experiments.report.accuracies import is_accuracy
+from experiments.report.content import Comparison, Table
+from experiments.report.results import number
+
+COLUMNS = (
+    "model",
+    "method",
+    "metric",
+    "unit",
+    "published",
+    "on",
+    "ours",
+    "on",
+    "ours / published",
+    "better",
+    "source",
+)
+#: By words of a metric's name, which direction is better; the first that matches holds.
+BETTER: Mapping[str, str] = {
+    "speed": "more",
+    "throughput": "more",
+    "tokens/s": "more",
+    "bandwidth": "more",
+    "images/s": "more",
+    "winogrande": "more",
+    "hellaswag": "more",
+    "mmlu": "more",
+    "mean of 8 tasks": "more",
+    "imagenet top1": "more",
+    "mIoU": "more",
+    "relative accuracy": "more",
+    "time": "less",
+    "memory": "less",
+    "size": "less",
+    "perplexity": "less",
+    "loss": "less",
+}
+#: Models with more lines than this have a table of their own, so that one benchmark does not hide the others.
+MANY = 40
+
+
+def better(metric: str) -> str:
+    """Whether more or less of a metric is better; ValueError for one that BETTER does not know."""
+    found = next((direction for word, direction in BETTER.items() if word in metric), None)
+    if found is None:
+        raise ValueError(
+            f"the scoreboard does not know whether more or less {metric!r} is better; add a word of its name to "
+            "experiments.report.scoreboard.BETTER"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """The tables of values that have a measured one beside them, and of those without; the sources that the last column counts
+    from 1; all values, and how many accuracies are measured."""
+
+    measured: Sequence[Table]
+    missing: Sequence[Table]
+    sources: Sequence[str]
+    values: Sequence[Comparison]
+    accuracies: str = ""
+
+    @property
+    def tables(self) -> list[Table]:
+        """Both."""
+        return [*self.measured, *self.missing]
+
+    def cells(self, column: int) -> list[str]:
+        """The texts of a column of all tables, once each."""
+        return sorted({line[column] for table in self.tables for line in table.lines})
+
+    @property
+    def counted(self) -> str:
+        """How many published values, and how many accuracies of them, have a measured one: the first sentence of the report."""
+        scores = [one for one in self.values if is_accuracy(one)]
+        return (
+            f"{measured_of(self.values)} of {len(self.values)} published values have a measured one beside them (same model, "
+            f"method and metric)"
+            + (f", and {measured_of(scores)} of the {len(scores)} accuracies among them" if scores else "")
+        )
+
+
+def measured_of(found: Iterable[Comparison]) -> int:
+    """How many were measured."""
+    return sum(one.measured is not None for one in found)
+
+
+def scoreboard(found: Sequence[Comparison]) -> Scoreboard:
+    """Published values that were measured here (ratios first, as they compare across devices), and those that were not."""
+    sources = list(dict.fromkeys(one.source for one in found))
+    measured = sorted((one for one in found if one.measured is not None), key=lambda one: one.unit != "ratio")
+    missing = [one for one in found if one.measured is None]
+    return Scoreboard(
+        measured_tables(measured, sources),
+        [missing_table(missing, sources)] if missing else [],
+        sources,
+        found,
+        counted_accuracies(found),
+    )
+
+
+def measured_tables(found: Sequence[Comparison], sources: Sequence[str]) -> list[Table]:
+    """A table of what has few lines a model, then one of each model that has many."""
+    groups: dict[str, list[Comparison]] = {}
+    for one in found:
+        groups.setdefault(one.model.partition(" ")[0], []).append(one)
+    few = [one for group in groups.values() if len(group) <= MANY for one in group]
+    many = {name: group for name, group in groups.items() if len(group) > MANY}
+    named = {
+        "Published values and ours": few,
+        **{f"Published values and ours: {name}": many[name] for name in many},
+    }
+    return [
+        Table(caption, COLUMNS, [line(one, sources) for one in group])
+        for caption, group in named.items()
+        if group
+    ]
+
+
+def missing_table(found: Sequence[Comparison], sources: Sequence[str]) -> Table:
+    """What was published and not measured, with the command that measures it or the reason why there is none."""
+    lines = []
+    for one in found:
+        cells = line(one, sources)
+        lines.append([*cells[:6], one.command or one.reason, cells[-1]])
+    return Table("Published values without a measured one", (*COLUMNS[:6], "measured by", "source"), lines)
+
+
+def line(one: Comparison, sources: Sequence[str]) -> list[str]:
+    """The cells of one published value."""
+    return [
+        one.model,
+        one.method,
+        one.metric,
+        one.unit,
+        short(one.published),
+        one.published_on,
+        short(one.measured),
+        one.measured_on,
+        number(one.ratio, 2),
+        better(one.metric),
+        f"[{sources.index(one.source) + 1}]",
+    ]
+
+
+def short(value: float | None) -> str:
+    """A value with four significant digits, no fewer before the point."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,136 @@
+"""`benchmark`: layers and generate() in turn with what is not quantized; quantized models as they are; wrong input first."""
+
+import json
+
+import pytest
+import torch
+
+from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
+from ao_lab.cli.app import main
+from ao_lab.measure.benchmark import Work
+from ao_lab.measure.turns import Plan
+from tests.support.models.small_llama import save_llama
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(
+        "ao_lab.measure.benchmark.PLAN", Plan(rounds=2, warmup=1, seconds=0.1, fewest=2, span=1e-6)
+    )
+    monkeypatch.setattr("ao_lab.measure.benchmark.ROUNDS", 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    model = save_llama(root / "base")
+    quantize_(model, SchemeConfig(scheme="int8_rowwise"))
+    save_pretrained(model, root / "ours", layout="ao_lab")
+    save_pretrained(model, root / "compressed", layout="compressed-tensors")
+    return root
+
+
+def test_shapes_beside_bfloat16():
+    found = benchmark(
+        shapes=[(2, 64, 128)],
+        configs={"four": Int4WeightOnlyConfig(group_size=32), "never": "int4_g256"},
+        device="cpu",
+    )
+    rows = {row.name: row for row in found.rows}
+    assert list(rows) == ["bfloat16", "four", "never"]
+    assert rows["bfloat16"].speed == 1
+    assert 0 < rows["four"].low <= rows["four"].seconds <= rows["four"].high
+    assert rows["four"].kernel
+    assert rows["never"].status.startswith("ValueError")
+    assert rows["never"].seconds is None
+    assert any("never, 2x64x128: ValueError" in note for note in found.notes)
+    assert len(found.to_frame()) == 3
+    assert "2x64x128 four eager" in str(found)
+
+
+def test_a_model_by_its_own_shapes(folder):
+    seen = []
+    found = benchmark(
+        folder / "base",
+        configs=["nf4"],
+        batch=[3],
+        new_tokens=2,
+        device="cpu",
+        progress=lambda *at: seen.append(at),
+    )
+    shapes = {row.shape: row.layers for row in found.of("linear")}
+    assert shapes == {(3, 128, 128): 2, (3, 64, 128): 2, (3, 256, 128): 2, (3, 128, 256): 1, (3, 320, 128): 1}
+    made = found.of("generate")
+    assert [(row.name, row.mode, row.shape) for row in made] == [
+        ("bfloat16", "eager", (3,)),
+        ("nf4", "eager", (3,)),
+    ]
+    assert all(row.seconds > 0 for row in made)
+    assert seen[-1] == ("", 6, 6)
+
+
+@pytest.mark.parametrize("layout", ["ours", "compressed"])
+def test_quantized_folders_are_timed_as_they_are(folder, layout):
+    found = benchmark(folder / layout, batch=[1], new_tokens=2, device="cpu")
+    assert {row.name for row in found.rows} == {"bfloat16", "as stored"}
+    assert all(row.status == "ok" for row in found.rows)
+    with pytest.raises(ValueError, match="is quantized already and is timed as it is"):
+        benchmark(folder / layout, configs=["nf4"], device="cpu")
+
+
+def test_what_is_compiled_are_copies(folder):
+    """Models are prepared for the compiler as users prepare them; without a GPU transformers runs them as they are."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
+    work = Work("cpu", {"nf4": lambda module: quantize_(module, SchemeConfig(scheme="nf4"))})
+    rows = work.generation(model, None, 2, 2, "compiled")
+    assert [(row.name, row.mode, row.status) for row in rows] == [
+        ("bfloat16", "compiled", "ok"),
+        ("nf4", "compiled", "ok"),
+    ]
+    assert model.generation_config.cache_implementation is None
+    assert not any(isinstance(one, QuantizedTensor) for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give a model"),
+        ({"shapes": [(1, 2)]}, "a shape is M,N,K"),
+        ({"shapes": [(0, 8, 8)]}, "a shape is M,N,K"),
+        ({"shapes": [(1, 8, 8)], "configs": ["nf5"]}, "the nearest are nf4"),
+        ({"shapes": [(1, 8, 8)], "batch": [0]}, "--batch is 1 or more"),
+        ({"shapes": [(1, 8, 8)], "compiled": True, "device": "cpu"}, "on GPUs alone"),
+        ({"model": "some/model"}, "names on the Hub are not fetched"),
+        ({"model": "."}, "has no config.json"),
+    ],
+)
+def test_what_does_not_fit(given, said):
+    with pytest.raises(ValueError, match=said):
+        benchmark(**given)
+
+
+def test_from_the_command_line(folder, capsys):
+    assert main(["bench", "--shape", "2,64,128", "int8_rowwise", "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["rows"]] == ["bfloat16", "int8_rowwise"]
+    assert main(["bench", "--shape", "2,64,128", "--configs", "nf4", "--device", "cpu"]) == 0
+    assert "2x64x128" in capsys.readouterr().out
+    for wrong, said in (
+        (["--shape", "2x64x128"], "write M,N,K"),
+        (["--shape", "2,64"], "a shape is M,N,K"),
+        ([], "give a model"),
+        (["--model", "nowhere"], "has no config.json"),
+        (["--shape", "2,64,128", "Int4"], "the nearest are"),
+        *(
+            []
+            if torch.cuda.is_available()
+            else [(["--shape", "2,64,128", "--device", "cuda"], "torch sees no GPU")]
+        ),
+    ):
+        assert main(["bench", *wrong]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""The pages in a browser: Debian's Chromium by Playwright. Skipped, with the reason, where either is missing."""
+
+import pytest
+
+from experiments.harness.rows import ROOT
+from tests.support.browser import launched
+
+REPORTS = ROOT / "reports"
+#: Milliseconds to the first paint and until a page is loaded. Pages take less than 400 on one slow core.
+MOST_MILLISECONDS = 1000
+#: Read by all; the others are of the same templates.
+FIRST, LARGEST = "index.html", "linear.html"
+PAGES = sorted(path.name for path in REPORTS.glob("*.html"))
+#: Elements that begin above the end of the bar, or below the window, after a click on their link.
+HIDDEN = """async () => {
+  const hidden = [];
+  for (const link of document.querySelectorAll("a[href^='#']")) {
+    link.click();
+    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    const top = document.getElementById(link.hash.slice(1)).getBoundingClientRect().top;
+    const bar = document.querySelector("nav").getBoundingClientRect().bottom;
+    if (top < bar - 1 || top > innerHeight) hidden.push(`${link.hash} at ${top}, the bar ends at ${bar}`);
+  }
+  return hidden;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launched() as made:
+        yield made
+
+
+@pytest.fixture
+def show(browser):
+    """Opens pages in windows of a size; what a page raises fails the test."""
+    opened, raised = [], []
+
+    def show(name, width=1280, height=900, **settings):
+        page = browser.new_page(viewport={"width": width, "height": height}, **settings)
+        page.on("pageerror", lambda error: raised.append(str(error)))
+        opened.append(page)
+        page.goto((REPORTS / name).as_uri())
+        return page
+
+    yield show
+    for page in opened:
+        page.close()
+    assert raised == []
+
+
+@pytest.mark.parametrize("name", [FIRST, LARGEST])
+def test_headings_are_visible_after_navigation(show, name):
+    assert show(name).evaluate(HIDDEN) == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_phone_does_not_scroll_sideways(show, name):
+    page = show(name, 390, 844)
+    page.evaluate("for (const one of document.querySelectorAll('details:not(.table)')) one.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_first_page_is_painted_in_a_second(show):
+    page = show(FIRST)
+    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
+    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    loaded = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+    assert max(painted, loaded) < MOST_MILLISECONDS
+    assert page.locator(".card").nth(2).bounding_box()["y"] < 900
+    assert page.locator("figure img").first.bounding_box()["y"] < 900
+
+
+def test_figures_are_drawn_and_dark_screens_are_dark(show):
+    page = show(FIRST, color_scheme="dark")
+    assert page.evaluate("document.querySelector('figure img').naturalWidth") > 300
+    assert (
+        sum(
+            map(
+                int,
+                page.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgb()").split(","),
+            )
+        )
+        < 120
+    )
+
+
+def test_filters_leave_a_device_a_shape_and_a_scheme(show):
+    page = show(LARGEST)
+    before = page.locator("section:visible").count()
+    page.select_option("select[name=device]", "NVIDIA H200")
+    page.select_option("select[name=subject]", "14336 x 4096")
+    page.fill("input[name=text]", "int8")
+    titles = page.locator("section:visible h2").all_text_contents()
+    assert 0 < len(titles) < before
+    assert all("H200" in one and "14336 x 4096" in one for one in titles if "Published" not in one)
+    table = page.locator("details.table:visible").first
+    table.locator("summary").click()
+    page.wait_for_selector("table.dataTable")
+    cells = table.locator("tbody tr:visible td:first-child").all_text_contents()
+    assert cells
+    assert all("int8" in one for one in cells)
+    page.click("button[type=reset]")
+    page.wait_for_function(f"document.querySelectorAll('section:not([hidden])').length === {before}")
+
+
+def test_columns_sort_by_value(show):
+    page = show("scoreboard.html")
+    page.wait_for_selector("table.dataTable")
+    page.select_option("select[name=metric]", "tokens/s")
+    page.locator("table.dataTable").first.locator("th", has_text="published").first.click()
+    page.wait_for_selector("th[aria-sort='ascending']")
+    values = page.locator("table.dataTable").first.locator("tbody tr td:nth-child(5)").all_text_contents()
+    assert len(values) > 3
+    assert list(map(float, values)) == sorted(map(float, values))

@@ -1,0 +1,299 @@
+"""The pages as files, without a browser: sizes, links and anchors, texts for those who do not see, numbers, plain words."""
+
+import ast
+import re
+from functools import cache
+from html.parser import HTMLParser
+
+import pytest
+
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import ROOT, Row, read
+from experiments.report import committed, history, plots
+from experiments.report.content import Comparison, Drawing, Section, Table, readable
+from experiments.report.pages import TEMPLATES, further_pages
+from experiments.report.results import number, shown
+from experiments.report.scoreboard import better, scoreboard, short
+from experiments.report.texts import lead, parts
+
+REPORTS = ROOT / "reports"
+PAGES = sorted(path.name for path in REPORTS.glob("*.html"))
+#: Bytes of a page, and of the first.
+MOST, MOST_OF_FIRST = 300_000, 100_000
+
+
+class Parsed(HTMLParser):
+    """The elements of a page: tags with attributes, ids, and how many cells each table has."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.elements, self.tables = [], []
+        self.feed((REPORTS / name).read_text("utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        if tag in ("td", "th") and self.tables:
+            self.tables[-1].append("")
+
+    def handle_data(self, data):
+        if self.tables and self.tables[-1]:
+            self.tables[-1][-1] += data.strip()
+
+    @property
+    def ids(self):
+        return {given["id"] for _, given in self.elements if given.get("id")}
+
+
+parsed = cache(Parsed)
+
+
+def test_pages_are_small():
+    assert {"index.html", "scoreboard.html", "history.html", "linear.html"} <= set(PAGES)
+    sizes = {name: (REPORTS / name).stat().st_size for name in PAGES}
+    assert {name: size for name, size in sizes.items() if size > MOST} == {}
+    assert sizes["index.html"] < MOST_OF_FIRST
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere_and_nothing_is_empty(name):
+    page = parsed(name)
+    for tag, given in page.elements:
+        target = given.get("href") or given.get("src") or ""
+        file, _, anchor = target.partition("#")
+        assert not target.startswith("http"), target
+        assert not file or (REPORTS / file).is_file(), target
+        assert not anchor or anchor in (parsed(file) if file else page).ids, target
+        if tag == "img":
+            assert len(given["alt"]) > 10
+        if tag == "table":
+            assert given["aria-label"]
+        assert "style" not in given, (
+            "widths and colours are those of report.css, which knows phones and dark screens"
+        )
+    assert all(any(cells) for cells in page.tables)
+
+
+def test_the_style_wraps_scrolls_and_follows_the_system():
+    style = (TEMPLATES / "report.css").read_text()
+    assert (REPORTS / "assets" / "report.css").read_text() == style
+    for rule in (
+        "scroll-margin-top",
+        "prefers-color-scheme: dark",
+        "max-width: 100%",
+        "overflow-wrap: anywhere",
+    ):
+        assert rule in style
+    assert re.findall(r"(?<![-\w])width: *\d+px", style) == []
+
+
+def test_the_first_screen_has_numbers_a_figure_and_the_count():
+    text, page = (REPORTS / "index.html").read_text("utf-8"), parsed("index.html")
+    cards = [given for tag, given in page.elements if given.get("class") == "card"]
+    assert 3 <= len(cards) <= 6
+    body = text[text.index("<h1>") :]
+    assert body.index("published values have a measured one") < body.index('class="card"')
+    assert text.count("<img ") == 1
+    assert len(re.findall(r"<small>[^<]+, \d{4}-\d\d-\d\d, commit [0-9a-f]{8}", text)) == len(cards)
+
+
+def published(metric, value, measured):
+    return Comparison("m", "x", metric, "", value, "H100", "a paper", measured)
+
+
+def test_the_count_is_of_the_lines():
+    board = scoreboard(
+        [published("time", 1.0, 2.0), published("perplexity", 8.1, None), published("time", 1.0, None)]
+    )
+    assert board.counted == (
+        "1 of 3 published values have a measured one beside them (same model, method and metric), and 0 of the 1 accuracies "
+        "among them"
+    )
+    assert [len(table.lines) for table in board.tables] == [1, 2]
+    many = scoreboard([published("time", 1.0, 1.0)] * 41)
+    assert [table.caption for table in many.tables] == ["Published values and ours: m"]
+
+
+def test_less_time_is_better_and_every_published_metric_has_a_direction():
+    assert [better(one) for one in ("time", "peak memory", "loss", "speed over bfloat16", "throughput")] == [
+        "less", "less", "less", "more", "more",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="whether more or less 'sharpness' is better"):
+        better("sharpness")
+    found = [
+        one
+        for record in EXPERIMENTS.values()
+        for one in getattr(record.page_module(), "comparisons", lambda rows: [])([])
+    ]
+    assert len(found) > 500
+    assert {better(one.metric) for one in found} == {"more", "less"}
+
+
+def test_small_values_keep_their_digits():
+    assert [short(one) for one in (0.0036, 1.5667, 126.94, 48645.3, None)] == [
+        "0.0036",
+        "1.567",
+        "126.9",
+        "48645",
+        "",
+    ]
+    assert [number(one, 2) for one in (0.0036, -0.00004, 0.0, 0.3, -2.0)] == [
+        "0.0036",
+        "-4e-05",
+        "0.00",
+        "0.30",
+        "-2.00",
+    ]
+
+
+def row(table="quality/full/x", value=1.0, **changes):
+    given = {"date": "2026-11-26T10:00:00Z", "commit": "0123abcd", "device": "cpu", **changes}
+    return Row(
+        experiment="ptq",
+        table=table,
+        setting="s",
+        method="m",
+        metric="speed",
+        value=value,
+        unit="",
+        seed=0,
+        **given,
+    )
+
+
+def test_short_runs_are_left_out_where_there_are_full_ones():
+    full, quick, alone = row(), row("quality/quick/x"), row("layers/quick/x")
+    assert shown([full, quick, alone]) == [full, alone]
+    assert shown([quick]) == [quick]
+
+
+def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
+    first, second = row(value=1.0), row(value=2.0, date="2026-11-27T10:00:00Z", commit="4567abcd")
+    kept = history.in_order([second, first, first, row(value=1.5, date="2026-11-26T09:00:00Z")])
+    assert [one.value for one in kept] == [1.0, 2.0]
+    (found,) = history.histories(kept, [("speed of m", second)])
+    assert found.line == "3.0,25.0 117.0,3.0"
+    assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%"]
+    assert history.History("", [first]).line == ""
+
+
+def test_values_of_the_first_screen_have_their_history_committed():
+    rows = read(REPORTS / "data" / history.FILE)
+    assert rows == history.in_order(rows)
+    assert len({one.key for one in rows}) < len(rows)
+
+
+def test_old_versions_of_a_file_give_their_values():
+    old = (
+        b"experiment,table,setting,method,metric,value,unit,published,device,seed,source_hash\n"
+        b"linear,t/full/x,s,m,time,3.5,us,,cpu,0,ab\n"
+    )
+    (found,) = committed.parsed(old, compressed=False)
+    assert (found.experiment, found.value, found.commit, found.date) == ("linear", 3.5, "", "")
+    assert list(committed.parsed(b"a,b\n1,2\n", compressed=False)) == []
+
+
+def test_long_sentences_have_a_lead_and_a_list():
+    text = "Weights (an H200; 1 token), speed over bfloat16: " + "; ".join(
+        f"scheme {place} at 1.{place} (a, b)" for place in range(12)
+    )
+    assert lead(text) == "Weights (an H200; 1 token), speed over bfloat16"
+    assert parts(text + ".")[-1] == "scheme 11 at 1.11 (a, b)"
+    assert len(parts(text)) == 12
+    bold = f"**Not measured: 3.** {'a' * 90} (x: y); {'b' * 90}; {'c' * 90}."
+    assert (lead(bold), len(parts(bold))) == ("**Not measured: 3.**", 3)
+    assert (lead("Short: a; b; c."), parts("Short: a; b; c.")) == ("Short: a; b; c.", [])
+
+
+def test_figures_have_no_empty_lines():
+    text = plots.svg(plots.dots(["measured", "absent"], {"s": [1.0, None], "t": [None, None]}, "x"))
+    assert "measured" in text
+    assert "absent" not in text
+    assert "absent" not in plots.svg(plots.ratio_map(["measured", "absent"], ["1"], [[2.0], [None]], "x"))
+
+
+def test_figures_of_nothing_are_left_out():
+    nothing = [
+        plots.dots(["a"], {"s": [None]}, "x", base=1.0, symlog=0.1),
+        plots.curves({"s": [None]}, "x", "y", base=0.0),
+    ]
+    assert [Drawing("a", "", one).empty for one in nothing] == [True, True]
+    assert not Drawing("a", "", plots.curves({"s": [1.0, None]}, "x", "y", percent=True)).empty
+
+
+def test_what_does_not_fit_goes_to_further_pages_by_whole_sections():
+    def section(name, day, lines):
+        rows = [row(date=f"2026-11-{day}T")]
+        return Section(
+            name, tables=[Table(f"{name}{place}", ["a"], [["x" * 1000]] * lines, rows) for place in (0, 1)]
+        )
+
+    old, new = section("old", 20, 60), section("new", 28, 60)
+    assert further_pages([old, new]) == [[(old, table) for table in old.tables]]
+    assert further_pages([section("small", 20, 1), new]) == []
+
+
+def test_data_have_readable_names():
+    names = (
+        "14336x4096",
+        "llama-3.1-8b-8-layers",
+        "prose-1-f09e1e60",
+        "llama-3-8b-two-blocks-random",
+        "wikitext-2-v1-test",
+    )
+    assert [readable(one) for one in names] == [
+        "14336 x 4096", "Llama-3.1-8B, 8 layers", "corpus prose", "Llama-3-8B, two blocks (random weights)",
+        "wikitext-2-v1-test",
+    ]  # fmt: skip
+
+
+#: Words with a private meaning, and what the field says.
+PRIVATE = {
+    r"stand-ins?\b": "proxy model",
+    r"\b(fraction of the|the|of the) floors?\b": "roofline bound",
+    r"fraction of a copy|rate of a copy": "memory-bandwidth utilisation",
+    r"\brows of inputs\b": "tokens",
+    r"\b(three|matrix) products\b|\bProducts (with|of stored)": "matmuls",
+    r"has the bits of": "bitwise equal to",
+    r"\b(quick|full) scale\b": "short run",
+}
+
+
+def test_pages_speak_the_fields_words():
+    """Of texts of page modules; names of rows (metrics, methods) are data."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {match.group()!r}: say {word!r}"
+        for path in [
+            *(ROOT / "experiments").glob("*/*page*.py"),
+            *(ROOT / "experiments" / "report").glob("*.py"),
+        ]
+        for node in texts_of(path)
+        for words, word in PRIVATE.items()
+        if " " in node.value
+        and (match := re.search(words, node.value))
+        and node.value != "fraction of the floor"
+    ]
+    assert found == []
+
+
+def texts_of(path):
+    """The strings of a module but its docstrings."""
+    tree = ast.parse(path.read_text("utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        and isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+
+
+def test_every_experiment_says_what_it_asks():
+    for record in EXPERIMENTS.values():
+        module = record.page_module()
+        assert getattr(module, "QUESTION", "?").endswith("?")
