@@ -39,9 +39,8 @@ struct Problem {
   const i64* length;
   const unsigned char* mask;
   unsigned short* y;
-  float* parts;  // (key heads of all, parts, queries, WIDTH), and behind them pairs of statistics
-  float* stats;
-  u32* arrived;  // of each key head, back at 0 in the end
+  float* parts;  // (key heads of all, queries, parts, WIDTH)
+  float* stats;  // the largest score of each and its sum of weights
   i64 q_batch, q_head, mask_batch;
   float factor;
   int key_heads, k_room, room, splits, sinks, ring, residual, open;  // open: tokens of a group that is quantized when it is full
@@ -580,50 +579,8 @@ struct Shared {
   float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
 };
 
-// Shares of the parts of a query in their sum, and the sum of weights over the largest score: of a warp.
-__device__ __forceinline__ float weigh_parts(float* share, const float2* stats, int count, int lane) {
-  float top = -infinity(), total = 0.0f;
-  for (int i = lane; i < count; i += 32) top = fmaxf(top, stats[i * HEADS].x);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  for (int i = lane; i < count; i += 32) {
-    const float2 one = stats[i * HEADS];
-    share[i] = one.x == -infinity() ? 0.0f : exponential(one.x - top);
-    total = __fmaf_rn(one.y, share[i], total);
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-  return total;
-}
-
-__device__ __forceinline__ void write(const Problem& p, i64 pair, int head, int channel, float sum, float total) {
-  p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(sum / (total == 0.0f ? 1.0f : total), 0.0f));
-}
-
-// Where all parts of a key head have come: the result. One program does it, the last; parts are added in their order.
-__device__ __forceinline__ void add_parts(char* memory, const Problem& p, i64 pair, int live) {
-  float* share = reinterpret_cast<float*>(memory);  // (HEADS, live), and of each query the sum of weights
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float2* stats = reinterpret_cast<const float2*>(p.stats) + pair * p.splits * HEADS;
-  const float* parts = p.parts + pair * p.splits * HEADS * WIDTH;
-  for (int head = warp; head < HEADS; head += WARPS) {
-    const float total = weigh_parts(share + head * live, stats + head, live, lane);
-    if (lane == 0) share[HEADS * live + head] = total;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < HEADS * WIDTH; i += 32 * WARPS) {
-    const float* own = share + i / WIDTH * live;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int part = 0; part < live; part++) {
-      if (own[part] != 0.0f) sum = __fmaf_rn(parts[i64(part) * HEADS * WIDTH + i], own[part], sum);
-    }
-    write(p, pair, i / WIDTH, i % WIDTH, sum, share[HEADS * live + i / WIDTH]);
-  }
-}
-
 // The sums of all warps, and what they are of: a part, or the result.
-__device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& at, i64 pair, int split, int live, int warp) {
+__device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& at, i64 pair, int split, int warp) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Problem& p = at.p;
 #pragma unroll
@@ -658,31 +615,15 @@ __device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& 
       y += shared.y[w][head][channel];
     }
     y *= of_all;
-    if (live == 1) {
-      write(p, pair, head, channel, y, total);
+    if (p.splits == 1) {
+      const float found = y / (total == 0.0f ? 1.0f : total);
+      p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(found, 0.0f));
     } else {
-      const i64 place = (pair * p.splits + split) * HEADS + head;
+      const i64 place = (pair * HEADS + head) * p.splits + split;
       p.parts[place * WIDTH + channel] = y;
       if (channel == 0) p.stats[2 * place] = top, p.stats[2 * place + 1] = total;
     }
   }
-}
-
-// Whether a program is the last of its key head's: what the others wrote is there.
-__device__ __forceinline__ bool is_last(char* memory, u32* arrived, int live) {
-  __threadfence();
-  __syncthreads();  // all have written, and nobody needs the memory
-  u32& last = *reinterpret_cast<u32*>(memory);
-  if (threadIdx.x == 0) {
-    u32 before;
-    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived), "r"(live - 1) : "memory");
-    last = before == live - 1;
-  }
-  __syncthreads();
-  const bool found = last;
-  __threadfence();
-  __syncthreads();
-  return found;
 }
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(const __grid_constant__ Problem p) {
@@ -692,10 +633,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
   const int count = int(*p.length), all = stored(p, count);
   constexpr int BLOCK = WARPS * SPAN;
-  const int blocks = (all + BLOCK - 1) / BLOCK, each = max(1, (blocks + p.splits - 1) / p.splits);
-  const int live = max(1, (blocks + each - 1) / each);  // parts that have a token; the first one has those as computed
-  if (split >= live) return;
-  const int first = split * each * BLOCK;
+  // Parts behind the last token are not read; the first one has the tokens as computed.
+  const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits, first = split * each * BLOCK;
+  if (split > 0 && first >= all) return;
   Place at = {p, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
               p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4};
   if (SCALES == 1) at.k_scale += i64(pair) * p.room;
@@ -715,6 +655,5 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   }
 #endif
   attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
-  give_out(memory, sums, at, pair, split, live, warp);
-  if (live > 1 && is_last(memory, p.arrived + pair, live)) add_parts(memory, p, pair, live);
+  give_out(memory, sums, at, pair, split, warp);
 }
