@@ -11,6 +11,7 @@ MOST_MILLISECONDS = 1000
 #: Read by all; the others are of the same templates.
 FIRST, LARGEST = "index.html", "linear.html"
 PAGES = sorted(path.name for path in REPORTS.glob("*.html"))
+BY_DAY = (FIRST, LARGEST, "scoreboard.html", "history.html", "answers.html", "linear-tables-1.html")
 #: Elements that begin above the end of the bar, or below the window, after a click on their link.
 HIDDEN = """async () => {
   const hidden = [];
@@ -54,7 +55,9 @@ def test_headings_are_visible_after_navigation(show, name):
     assert show(name).evaluate(HIDDEN) == []
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in PAGES]
+)
 def test_a_phone_does_not_scroll_sideways(show, name):
     page = show(name, 390, 844)
     page.evaluate("for (const one of document.querySelectorAll('details:not(.table)')) one.open = true")
