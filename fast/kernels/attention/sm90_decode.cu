@@ -274,6 +274,7 @@ struct Tile {
 
 struct Place {
   const Problem& p;
+  uint4* base;  // of this lane every 32nd one: queries over a power of two, where scales of channels multiply them
   const char *k, *v;
   const float *k_scale, *v_scale;
   const signed char* k_zero;
@@ -313,7 +314,7 @@ struct Place {
 
 // Queries as the second operand: of each step two words, and what scores are multiplied by for the lane's own two queries.
 struct Queries {
-  u32 raw[STEPS][2], base[STEPS][2], halves[STEPS][2];  // as they are, over a power of two, and times scales of channels
+  u32 raw[STEPS][2], halves[STEPS][2];  // as they are; over a power of two, and perhaps times scales of channels
   float factor[2], power[2], beside[2];
 };
 
@@ -364,7 +365,12 @@ __device__ __forceinline__ void read_queries(Queries& q, const Place& at, const 
 #pragma unroll
       for (int j = 0; j < 4; j++) x[i][j / 2][j % 2] = half_of(q.raw[i][j / 2], j % 2);
     }
-    give(q.power, divide(BY_CHANNEL ? q.base : q.halves, x), at.lane);
+    give(q.power, divide(q.halves, x), at.lane);
+    if constexpr (BY_CHANNEL) {
+#pragma unroll
+      for (int i = 0; i < STEPS / 2; i++)
+        at.base[32 * i] = make_uint4(q.halves[2 * i][0], q.halves[2 * i][1], q.halves[2 * i + 1][0], q.halves[2 * i + 1][1]);
+    }
     q.factor[0] *= q.power[0], q.factor[1] *= q.power[1];
     if constexpr (SCALES == 2 || SCALES == 3) q.factor[0] *= *at.k_scale, q.factor[1] *= *at.k_scale;
   }
@@ -389,14 +395,13 @@ __device__ __forceinline__ void take_scales(Queries& q, const Place& at, int gro
     const u32 power = __float_as_uint(most) & 0x7F800000;
     const float less = __uint_as_float(0x7F000000 - power), factor = __uint_as_float(power) * at.p.factor;
     q.factor[0] = q.power[0] * factor, q.factor[1] = q.power[1] * factor;
+    u32 base[4];
 #pragma unroll
-    for (int word = 0; word < K_WORDS; word++) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        const int place = word * PAIRS + i, low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
-        const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(q.base[place / 2][place % 2]), "r"(halves));
-      }
+    for (int place = 0; place < 2 * STEPS; place++) {
+      const int word = place / PAIRS, low = channel(0, place % PAIRS, 0, 0), high = channel(0, place % PAIRS, 1, 0);
+      if (place % 4 == 0) load<16>(base, at.base + place / 4 * 32);
+      const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
+      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(base[place % 4]), "r"(halves));
     }
     if constexpr (ZERO) {
       // As a token whose codes are the zero points, in all rows.
@@ -577,11 +582,11 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, 
 
 struct Shared {
   float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
+  uint4 base[WARPS][BY_CHANNEL ? STEPS / 2 : 1][32];
 };
 
 // The sums of all warps, and what they are of: a part, or the result.
-__device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& at, i64 pair, int split, int warp) {
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+__device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place& at, i64 pair, int split, int warp) {
   const Problem& p = at.p;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -628,6 +633,7 @@ __device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& 
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int split = blockIdx.x % p.splits, pair = blockIdx.x / p.splits;
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
@@ -636,7 +642,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   // Parts behind the last token are not read; the first one has the tokens as computed.
   const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits, first = split * each * BLOCK;
   if (split > 0 && first >= all) return;
-  Place at = {p, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
+  Place at = {p, shared.base[warp][0] + lane, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
               p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4};
   if (SCALES == 1) at.k_scale += i64(pair) * p.room;
   if (BY_CHANNEL) at.k_scale += i64(pair) * (p.k_room / GROUP) * WIDTH, at.k_zero += i64(pair) * (p.k_room / GROUP) * WIDTH;
@@ -655,5 +661,5 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   }
 #endif
   attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
-  give_out(memory, sums, at, pair, split, warp);
+  give_out(shared, sums, at, pair, split, warp);
 }

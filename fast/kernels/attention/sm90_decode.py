@@ -126,8 +126,9 @@ def span_of(problem: Problem) -> int:
 
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
-    # Of each warp and column the largest score, the sum of weights, and sums by channel.
-    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4)
+    # Of each warp and column the largest score, the sum of weights, and sums by channel; behind them queries.
+    steps = problem.width // 32 if problem.scales == "channel" else 1
+    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4) + 16 * WARPS * 32 * steps
     return CudaLaunch(KERNEL, variant_of(problem), problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 
