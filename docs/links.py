@@ -22,13 +22,13 @@ def connect(app: Any) -> None:
 def rewrite(app: Any, name: str, content: list[str]) -> None:
     """Links of one page; ValueError where there is no such report."""
     up = "../" * name.count("/")
-    content[0] = LINK.sub(lambda found: f"](reports:{up}reports/{page(found[1])})", content[0])
+    content[0] = LINK.sub(lambda found: f"](reports:{up}reports/{page(found[1], name)})", content[0])
 
 
-def page(name: str) -> str:
-    """The page of a report; a report that is Markdown alone is on the first one."""
+def page(name: str, source: str) -> str:
+    """The page of a report; one that is Markdown alone is on the first. ValueError for none, with who links it."""
     if not (REPORTS / f"{name}.md").exists():
-        raise ValueError(f"a link leads to reports/{name}.md, which is not there")
+        raise ValueError(f"docs/{source}.md has a link to reports/{name}.md, which is not there")
     name = name if (REPORTS / f"{name}.html").exists() else "index"
     return f"{name}.html"
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from ao_lab.measure.folders import (
     check_language_model,
     check_vocabulary,
     device_of,
+    evaluating,
     loaded,
     windows_for,
 )
@@ -349,6 +351,11 @@ class Remembered(nn.Module):
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
+def _said(progress: Progress, name: str, done: int, total: int, word: str) -> None:
+    """Call `progress` with a configuration's name, and a word about it."""
+    progress(f"{name}, {word}" if word else name, done, total)
+
+
 @dataclass
 class Work:
     """The model, what is measured of it, and how."""
@@ -359,21 +366,23 @@ class Work:
     methods: Sequence[Any]
     batches: Sequence[torch.Tensor] | None
     new_tokens: int
+    say: Callable[[str], None] = field(default=lambda word: None, repr=False)
 
     def run(self, wanted: Mapping[str, Any], store: Store, progress: Progress) -> Comparison:
         """Measure what the store lacks, and write what it holds."""
-        todo = {name: one for name, one in wanted.items() if name not in store.rows}
-        total = len(wanted) + 1
-        if todo or BASE not in store.rows:
-            progress(BASE, len(store.rows), total)
+        names = [BASE, *wanted]
+        if any(name not in store.rows for name in names):
             base = self.base()
-            if BASE not in store.rows:
-                store.add(self.measure(BASE, base.model, base, model_size(base.model).bytes))
-            for name, one in todo.items():
-                progress(name, len(store.rows), total)
-                store.add(self.row(name, one, base))
-        progress("", total, total)
-        found = store.comparison([BASE, *wanted])
+            with evaluating(base.model):
+                for name in names:
+                    if name not in store.rows:
+                        self.say = partial(
+                            _said, progress, name, sum(one in store.rows for one in names), len(names)
+                        )
+                        self.say("")
+                        store.add(self.row(name, wanted.get(name), base))
+        progress("", len(names), len(names))
+        found = store.comparison(names)
         if store.folder is not None:
             publish(found, store.folder)
         return found
@@ -383,10 +392,12 @@ class Work:
         model = in_memory(self.model, self.device)
         check_vocabulary(model, self.windows.ids, name_of(self.model))
         check_language_model(model, name_of(self.model))
-        return Remembered(model.eval())
+        return Remembered(model)
 
     def row(self, name: str, config: Any, base: Remembered) -> Compared:
-        """One configuration; its status where it cannot be applied or run."""
+        """One configuration; its status where it cannot be applied or run. Errors of the model itself are raised."""
+        if name == BASE:
+            return self.measure(name, base.model, base, model_size(base.model).bytes)
         try:
             started = time.perf_counter()
             model = self.quantized(config, base.model)
@@ -417,7 +428,12 @@ class Work:
     ) -> Compared:
         """All numbers of a model."""
         itself = model is base.model
-        sums = measured(base if itself else model, self.windows, None if itself else base)
+        sums = measured(
+            base if itself else model,
+            self.windows,
+            None if itself else base,
+            lambda done, total: self.say(f"sequence {done} of {total}"),
+        )
         tasks = ("perplexity",) if itself else ("perplexity", "agreement")
         found = results_of(sums, self.windows, tasks, words=False)
         values: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ao_lab.measure.folders import (
     check_language_model,
     check_vocabulary,
     device_of,
+    evaluating,
     loaded,
     windows_for,
 )
@@ -203,7 +205,8 @@ def _local(
     numbers: dict[str, dict[str, float]] = {}
     if set(tasks) - {"weights"}:
         check_language_model(ready, name_of(model))
-        sums = measured(ready, windows, base, progress)
+        with evaluating(ready), nullcontext() if base is None else evaluating(base):
+            sums = measured(ready, windows, base, progress)
         numbers = dict(results_of(sums, windows, tasks, words=not source.code))
     if "weights" in tasks and base is not None:
         numbers["weights"] = weight_errors(ready, base)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,18 @@ def reading_of(model: str | Path | nn.Module, tokenizer: Any) -> Reading:
     return Reading(
         lambda text: _encoded(tokenizer, text), type(tokenizer).__name__, first_tokens(tokenizer), most
     )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode inside; every module is in the mode of before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def device_of(device: str | None) -> str:

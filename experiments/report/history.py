@@ -15,11 +15,13 @@ from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Key, Row
 from experiments.report.content import Table
-from experiments.report.scoreboard import short
+from experiments.report.scoreboard import better, short
 
 FILE = "history.csv"
 #: Width and height of a small picture of a history, and how far its line stays from the ends.
 WIDTH, HEIGHT, MARGIN = 120, 28, 3
+#: Changes up to this many percent are those of two measurements of the same code.
+NOISE = 2.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class History:
             before = self.rows[place - 1].value if place else None
             percent = round(100 * (row.value / before - 1), 1) if before else 0.0
             change = "" if not before else f"{percent:+.1f}%" if percent else "0.0%"
+            change += judged(row, percent)
             lines.append([row.date[:10], row.commit, f"{short(row.value)} {row.unit}".strip(), change])
         columns = ["measured", "commit", self.rows[-1].metric, "change"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
@@ -63,6 +66,13 @@ class History:
             f"{len(self.rows)} measurements, from {short(first.value)} on {first.date[:10]} to {short(last.value)} on "
             f"{last.date[:10]}"
         )
+
+
+def judged(row: Row, percent: float) -> str:
+    """Whether a change is for the better or the worse; nothing of one that repeated measurements make too."""
+    if abs(percent) < NOISE:
+        return ""
+    return ", better" if (percent > 0) == (better(row.metric) == "more") else ", worse"
 
 
 def path_of(places: Paths) -> Path:

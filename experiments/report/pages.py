@@ -34,7 +34,7 @@ from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
-from experiments.harness.rows import Row
+from experiments.harness.rows import Row, table_parts
 from experiments.report import families, peers, questions
 from experiments.report.content import (
     Card,
@@ -50,6 +50,7 @@ from experiments.report.content import (
 )
 from experiments.report.history import History, histories, remember
 from experiments.report.plots import dots, svg
+from experiments.report.results import QUICK
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
 from experiments.report.targets import RunTargets, counted, missed_tables
@@ -129,6 +130,13 @@ class Page:
     def devices(self) -> list[str]:
         """The devices of its rows."""
         return devices_of(self.rows)
+
+    @property
+    def runs(self) -> list[str]:
+        """The devices, and which of them has short runs alone."""
+        full = {row.device for row in self.rows if table_parts(row.table)[1] != QUICK}
+        names = {row.device: "CPU" if row.device == "cpu" else row.device for row in self.rows}
+        return [name if device in full else f"{name} (short run)" for device, name in names.items()]
 
     @property
     def subjects(self) -> list[str]:

@@ -13,19 +13,22 @@ from experiments.report.accuracies import is_accuracy
 from experiments.report.content import Comparison, Table
 from experiments.report.results import number
 
+#: What a line has, the comparison first: of a phone's width that is what is seen.
 COLUMNS = (
     "model",
     "method",
     "metric",
-    "unit",
-    "published",
-    "on",
-    "ours",
-    "on",
     "ours / published",
     "better",
+    "published",
+    "ours",
+    "unit",
+    "published on",
+    "ours on",
     "source",
 )
+#: The same of a value that was not measured.
+MISSING = ("model", "method", "metric", "published", "unit", "published on", "measured by", "source")
 #: By words of a metric's name, which direction is better; the first that matches holds.
 BETTER: Mapping[str, str] = {
     "speed": "more",
@@ -40,6 +43,8 @@ BETTER: Mapping[str, str] = {
     "imagenet top1": "more",
     "mIoU": "more",
     "relative accuracy": "more",
+    "recovered": "more",
+    "gap": "less",
     "time": "less",
     "memory": "less",
     "size": "less",
@@ -77,9 +82,11 @@ class Scoreboard:
         """Both."""
         return [*self.measured, *self.missing]
 
-    def cells(self, column: int) -> list[str]:
+    def cells(self, column: str) -> list[str]:
         """The texts of a column of all tables, once each."""
-        return sorted({line[column] for table in self.tables for line in table.lines})
+        return sorted(
+            {line[list(table.columns).index(column)] for table in self.tables for line in table.lines}
+        )
 
     @property
     def counted(self) -> str:
@@ -133,9 +140,12 @@ def missing_table(found: Sequence[Comparison], sources: Sequence[str]) -> Table:
     """What was published and not measured, with the command that measures it or the reason why there is none."""
     lines = []
     for one in found:
-        cells = line(one, sources)
-        lines.append([*cells[:6], one.command or one.reason, cells[-1]])
-    return Table("Published values without a measured one", (*COLUMNS[:6], "measured by", "source"), lines)
+        cells = {
+            **dict(zip(COLUMNS, line(one, sources), strict=True)),
+            "measured by": one.command or one.reason,
+        }
+        lines.append([cells[name] for name in MISSING])
+    return Table("Published values without a measured one", MISSING, lines)
 
 
 def line(one: Comparison, sources: Sequence[str]) -> list[str]:
@@ -144,13 +154,13 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         one.model,
         one.method,
         one.metric,
-        one.unit,
-        short(one.published),
-        one.published_on,
-        short(one.measured),
-        one.measured_on,
         number(one.ratio, 2),
         better(one.metric),
+        short(one.published),
+        short(one.measured),
+        one.unit,
+        one.published_on,
+        one.measured_on,
         f"[{sources.index(one.source) + 1}]",
     ]
 

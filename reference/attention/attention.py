@@ -44,8 +44,8 @@ from reference.quantize.quantize import Quantized, dequantize
 
 OUTPUTS = ("float32", "bfloat16", "float16")
 ACCUMULATIONS = ("exact", "hopper_fp8")
-#: Roundoff of weights as the second product takes them, and what is lost below its smallest normal number.
-WEIGHTS = {"float32": (2.0**-24, 0.0), "bfloat16": (2.0**-9, 0.0), "float16": (2.0**-12, 2.0**-25)}
+#: Roundoff of weights as the second product takes them (24, 8, 11 bits), and what is lost below its smallest normal number.
+WEIGHTS = {"float32": (2.0**-24, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
 #: What FlashAttention-3 multiplies weights by before they become e4m3.
 PEAK = 256.0
 

@@ -179,6 +179,13 @@ def test_a_name_that_is_not_there_is_seen():
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_links_lead_to_files(page):
+    """Of the repository, as they are read there; the builder of the site looks at anchors too."""
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
 def test_words_are_those_of_the_field(page):
     assert PRIVATE.findall(page.read_text()) == []
 

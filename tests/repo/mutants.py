@@ -386,7 +386,7 @@ KERNELS = [
              "part = part * tl.load(scales + b)[None, :]", "part = part * tl.load(scales)[None, :]", CACHE_READS),
     Mutation("positions behind the last token are attended to", "fast/kernels/attention/decode.py",
              "return first, tl.minimum(first + each, length)", "return first, first + each", CACHE_READS),
-    Mutation("keys are read before their group is full", "fast/kernels/attention/decode.py",
+    Mutation("keys are read before their group is full", "fast/kernels/attention/parts.py",
              "tl.minimum(count - RESIDUAL, count - count % GROUP)", "count - RESIDUAL", CACHE_READS),
     Mutation("last tokens in slots of others", "fast/kernels/attention/append.py",
              "SINKS + (at - SINKS) % RING", "SINKS + at % RING", CACHE_WRITES),

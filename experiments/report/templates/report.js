@@ -6,6 +6,12 @@
   const NUMBER = /[-+]?\d+(\.\d+)?/;
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
+  // The library has colours of its own for dark screens, by this class.
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const follow = () => document.documentElement.classList.toggle("dark", dark.matches);
+  dark.addEventListener("change", follow);
+  follow();
+
   // The library, compressed in assets/datatables.js.
   const fetched = () => new Promise((done, failed) => {
     const script = document.createElement("script");
@@ -27,7 +33,7 @@
     document.head.prepend(style);
     const script = new Blob([await unpack(window.DATATABLES.js)], {type: "text/javascript"});
     const DataTable = (await import(URL.createObjectURL(script))).default;
-    DataTable.ext.search.push((settings, cells, index) => holds(settings.aoData[index].nTr));
+    DataTable.ext.search.push((settings, cells, index) => holds(settings.aoData[index].nTr, settings.nTable));
     return DataTable;
   })();
 
@@ -56,9 +62,10 @@
   // The filter: selects of attributes of sections and tables, selects of a column's cells, a text of lines.
   const form = document.querySelector("form.filter");
   const state = {device: "", subject: "", text: "", columns: new Map()};
-  const holds = (row) => {
+  const holds = (row, table) => {
     if (state.text && !row.textContent.toLowerCase().includes(state.text)) return false;
-    return [...state.columns].every(([column, value]) => (row.cells[column] || {}).textContent === value);
+    const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+    return [...state.columns].every(([name, value]) => (row.cells[names.indexOf(name)] || {}).textContent === value);
   };
   const fits = (element) => ["device", "subject"].every((name) =>
     !state[name] || !(name in element.dataset) || element.dataset[name].split("|").includes(state[name]));
@@ -66,7 +73,7 @@
     const made = enhanced.get(table);
     if (made) { made.draw(); return made.rows({search: "applied"}).count(); }
     let count = 0;
-    for (const row of all("tbody tr", table)) { row.hidden = !holds(row); count += !row.hidden; }
+    for (const row of all("tbody tr", table)) { row.hidden = !holds(row, table); count += !row.hidden; }
     return count;
   };
   const apply = () => {
@@ -86,7 +93,7 @@
     const told = new URLSearchParams();
     for (const field of form.elements) {
       if (!field.name) continue;
-      if (field.dataset.column && field.value) state.columns.set(Number(field.dataset.column), field.value);
+      if (field.dataset.column && field.value) state.columns.set(field.dataset.column, field.value);
       else if (!field.dataset.column) state[field.name] = field.name === "text" ? field.value.trim().toLowerCase() : field.value;
       if (field.value) told.set(field.name, field.value);
     }

@@ -39,9 +39,8 @@ struct Problem {
   const i64* length;
   const unsigned char* mask;
   unsigned short* y;
-  float* parts;  // (key heads of all, parts, queries, WIDTH), and behind them pairs of statistics
-  float* stats;
-  u32* arrived;  // of each key head, back at 0 in the end
+  float* parts;  // (key heads of all, queries, parts, WIDTH)
+  float* stats;  // the largest score of each and its sum of weights
   i64 q_batch, q_head, mask_batch;
   float factor;
   int key_heads, k_room, room, splits, sinks, ring, residual, open;  // open: tokens of a group that is quantized when it is full
@@ -275,6 +274,7 @@ struct Tile {
 
 struct Place {
   const Problem& p;
+  uint4* base;  // of this lane every 32nd one: queries over a power of two, where scales of channels multiply them
   const char *k, *v;
   const float *k_scale, *v_scale;
   const signed char* k_zero;
@@ -314,7 +314,7 @@ struct Place {
 
 // Queries as the second operand: of each step two words, and what scores are multiplied by for the lane's own two queries.
 struct Queries {
-  u32 raw[STEPS][2], base[STEPS][2], halves[STEPS][2];  // as they are, over a power of two, and times scales of channels
+  u32 raw[STEPS][2], halves[STEPS][2];  // as they are; over a power of two, and perhaps times scales of channels
   float factor[2], power[2], beside[2];
 };
 
@@ -365,7 +365,12 @@ __device__ __forceinline__ void read_queries(Queries& q, const Place& at, const 
 #pragma unroll
       for (int j = 0; j < 4; j++) x[i][j / 2][j % 2] = half_of(q.raw[i][j / 2], j % 2);
     }
-    give(q.power, divide(BY_CHANNEL ? q.base : q.halves, x), at.lane);
+    give(q.power, divide(q.halves, x), at.lane);
+    if constexpr (BY_CHANNEL) {
+#pragma unroll
+      for (int i = 0; i < STEPS / 2; i++)
+        at.base[32 * i] = make_uint4(q.halves[2 * i][0], q.halves[2 * i][1], q.halves[2 * i + 1][0], q.halves[2 * i + 1][1]);
+    }
     q.factor[0] *= q.power[0], q.factor[1] *= q.power[1];
     if constexpr (SCALES == 2 || SCALES == 3) q.factor[0] *= *at.k_scale, q.factor[1] *= *at.k_scale;
   }
@@ -390,14 +395,13 @@ __device__ __forceinline__ void take_scales(Queries& q, const Place& at, int gro
     const u32 power = __float_as_uint(most) & 0x7F800000;
     const float less = __uint_as_float(0x7F000000 - power), factor = __uint_as_float(power) * at.p.factor;
     q.factor[0] = q.power[0] * factor, q.factor[1] = q.power[1] * factor;
+    u32 base[4];
 #pragma unroll
-    for (int word = 0; word < K_WORDS; word++) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        const int place = word * PAIRS + i, low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
-        const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(q.base[place / 2][place % 2]), "r"(halves));
-      }
+    for (int place = 0; place < 2 * STEPS; place++) {
+      const int word = place / PAIRS, low = channel(0, place % PAIRS, 0, 0), high = channel(0, place % PAIRS, 1, 0);
+      if (place % 4 == 0) load<16>(base, at.base + place / 4 * 32);
+      const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
+      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(base[place % 4]), "r"(halves));
     }
     if constexpr (ZERO) {
       // As a token whose codes are the zero points, in all rows.
@@ -578,53 +582,11 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, 
 
 struct Shared {
   float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
+  uint4 base[WARPS][BY_CHANNEL ? STEPS / 2 : 1][32];
 };
 
-// Shares of the parts of a query in their sum, and the sum of weights over the largest score: of a warp.
-__device__ __forceinline__ float weigh_parts(float* share, const float2* stats, int count, int lane) {
-  float top = -infinity(), total = 0.0f;
-  for (int i = lane; i < count; i += 32) top = fmaxf(top, stats[i * HEADS].x);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  for (int i = lane; i < count; i += 32) {
-    const float2 one = stats[i * HEADS];
-    share[i] = one.x == -infinity() ? 0.0f : exponential(one.x - top);
-    total = __fmaf_rn(one.y, share[i], total);
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-  return total;
-}
-
-__device__ __forceinline__ void write(const Problem& p, i64 pair, int head, int channel, float sum, float total) {
-  p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(sum / (total == 0.0f ? 1.0f : total), 0.0f));
-}
-
-// Where all parts of a key head have come: the result. One program does it, the last; parts are added in their order.
-__device__ __forceinline__ void add_parts(char* memory, const Problem& p, i64 pair, int live) {
-  float* share = reinterpret_cast<float*>(memory);  // (HEADS, live), and of each query the sum of weights
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float2* stats = reinterpret_cast<const float2*>(p.stats) + pair * p.splits * HEADS;
-  const float* parts = p.parts + pair * p.splits * HEADS * WIDTH;
-  for (int head = warp; head < HEADS; head += WARPS) {
-    const float total = weigh_parts(share + head * live, stats + head, live, lane);
-    if (lane == 0) share[HEADS * live + head] = total;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < HEADS * WIDTH; i += 32 * WARPS) {
-    const float* own = share + i / WIDTH * live;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int part = 0; part < live; part++) {
-      if (own[part] != 0.0f) sum = __fmaf_rn(parts[i64(part) * HEADS * WIDTH + i], own[part], sum);
-    }
-    write(p, pair, i / WIDTH, i % WIDTH, sum, share[HEADS * live + i / WIDTH]);
-  }
-}
-
 // The sums of all warps, and what they are of: a part, or the result.
-__device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& at, i64 pair, int split, int live, int warp) {
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+__device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place& at, i64 pair, int split, int warp) {
   const Problem& p = at.p;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -658,45 +620,29 @@ __device__ __forceinline__ void give_out(char* memory, Sums& sums, const Place& 
       y += shared.y[w][head][channel];
     }
     y *= of_all;
-    if (live == 1) {
-      write(p, pair, head, channel, y, total);
+    if (p.splits == 1) {
+      const float found = y / (total == 0.0f ? 1.0f : total);
+      p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(found, 0.0f));
     } else {
-      const i64 place = (pair * p.splits + split) * HEADS + head;
+      const i64 place = (pair * HEADS + head) * p.splits + split;
       p.parts[place * WIDTH + channel] = y;
       if (channel == 0) p.stats[2 * place] = top, p.stats[2 * place + 1] = total;
     }
   }
 }
 
-// Whether a program is the last of its key head's: what the others wrote is there.
-__device__ __forceinline__ bool is_last(char* memory, u32* arrived, int live) {
-  __threadfence();
-  __syncthreads();  // all have written, and nobody needs the memory
-  u32& last = *reinterpret_cast<u32*>(memory);
-  if (threadIdx.x == 0) {
-    u32 before;
-    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived), "r"(live - 1) : "memory");
-    last = before == live - 1;
-  }
-  __syncthreads();
-  const bool found = last;
-  __threadfence();
-  __syncthreads();
-  return found;
-}
-
 extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int split = blockIdx.x % p.splits, pair = blockIdx.x / p.splits;
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
   const int count = int(*p.length), all = stored(p, count);
   constexpr int BLOCK = WARPS * SPAN;
-  const int blocks = (all + BLOCK - 1) / BLOCK, each = max(1, (blocks + p.splits - 1) / p.splits);
-  const int live = max(1, (blocks + each - 1) / each);  // parts that have a token; the first one has those as computed
-  if (split >= live) return;
-  const int first = split * each * BLOCK;
-  Place at = {p, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
+  // Parts behind the last token are not read; the first one has the tokens as computed.
+  const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits, first = split * each * BLOCK;
+  if (split > 0 && first >= all) return;
+  Place at = {p, shared.base[warp][0] + lane, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
               p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4};
   if (SCALES == 1) at.k_scale += i64(pair) * p.room;
   if (BY_CHANNEL) at.k_scale += i64(pair) * (p.k_room / GROUP) * WIDTH, at.k_zero += i64(pair) * (p.k_room / GROUP) * WIDTH;
@@ -715,6 +661,5 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   }
 #endif
   attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
-  give_out(memory, sums, at, pair, split, live, warp);
-  if (live > 1 && is_last(memory, p.arrived + pair, live)) add_parts(memory, p, pair, live);
+  give_out(shared, sums, at, pair, split, warp);
 }

@@ -7,7 +7,6 @@ here each warp reads them into the registers where they are multiplied, and deco
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,20 +14,20 @@ from typing import Any, NamedTuple
 import torch
 
 from fast.kernels.attention.append import static_of
+from fast.kernels.attention.parts import combine, parts_of
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES
 from fast.launch.cuda import CudaLaunch, Kernel
 from fast.launch.hopper import MULTIPROCESSORS, is_served
+from fast.launch.launcher import ALIGNMENT
 from fast.stored_tokens import StoredTokens
+from reference.attention.window import ALL_STORED
 
 #: Pointers of a launch, and how its numbers lie.
 POINTERS = (
     "q", "k", "k_scale", "k_zero", "v", "v_scale", "k_computed", "v_computed", "length", "mask", "y", "parts", "stats",
-    "arrived",
 )  # fmt: skip
 NUMBERS = "3qf8i4x"
-#: Place of the number of parts among them.
-SPLITS = 7
 #: Decoders, and who shares a scale, by the numbers that the source gives them.
 KINDS = ("value", "fp8", "int8", "int4")
 SCALES = ("", "token", "tensor", "head", "channel")
@@ -40,8 +39,6 @@ WIDTHS = (64, 128)
 STEP_BYTES, MOST_TOKENS = 4096, 32
 #: Share of the places for programs that is enough, and the most parts that are tried for it where heads alone fill them.
 BUSY, MOST_PARTS = 0.9, 8
-#: Counters of launches in CUDA graphs, of a device: 32 layers of 512 key heads 64 times over.
-FOR_GRAPHS = 1 << 20
 
 
 class Problem(NamedTuple):
@@ -129,8 +126,9 @@ def span_of(problem: Problem) -> int:
 
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
-    # Of each warp and column the largest score, the sum of weights, and sums by channel; later shares of parts.
-    shared = 4 * max(WARPS * COLUMNS * (2 + problem.width + 4), problem.heads * (numbers[SPLITS] + 1))
+    # Of each warp and column the largest score, the sum of weights, and sums by channel; behind them queries.
+    steps = problem.width // 32 if problem.scales == "channel" else 1
+    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4) + 16 * WARPS * 32 * steps
     return CudaLaunch(KERNEL, variant_of(problem), problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 
@@ -143,52 +141,22 @@ def attention(
     Operands as `refusal` lets through, channels of a query side by side. mask: uint8, of one sequence or of all. factor: of
     scores, times log2 e. splits: for measurements; else as `splits_of` says.
     """
+    q, mask = _aligned(q), None if mask is None else _aligned(mask)
     problem = problem_of(q, k, kind, mask)
-    pairs, width = q.shape[0] * k.shape[1], k.width
-    splits = splits or splits_of(problem, pairs, v.shape[2])
-    y = torch.empty((q.shape[0], 1, q.shape[1], width), dtype=q.dtype, device=q.device)
-    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if splits > 1:
-        sums, stats = (
-            q.new_empty((pairs, splits, problem.heads, n), dtype=torch.float32) for n in (width, 2)
-        )
-        parts = sums, stats, counters(pairs, q.device)
-    return y.transpose(1, 2) if launch(problem, q, k, v, length, mask, factor, splits, (y, *parts)) else None
+    splits = splits or splits_of(problem, q.shape[0] * k.shape[1], v.shape[2])
+    y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
+    parts = parts_of(y, splits)
+    if not launch(problem, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None)))):
+        return None
+    if parts is not None:
+        window = k.window if problem.window else ALL_STORED
+        combine(y, *parts, length, k.shape[1], span_of(problem), splits, window)
+    return y.transpose(1, 2)
 
 
-class _Counters:
-    """Zeros that programs count up and back to zero, so that the last one of a key head knows that it is.
-
-    Launches of one stream follow each other and share them. A launch of a CUDA graph has some of its own, as graphs may run
-    side by side: of those that were there before its capture, or zeroed in the graph where none are left.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.of_streams, self.rest = threading.Lock(), {}, {}  # type: ignore[var-annotated]
-
-    def __call__(self, count: int, device: torch.device) -> torch.Tensor:
-        index = torch.device(device).index or 0
-        with self.lock:
-            if torch.cuda.is_current_stream_capturing():
-                return self._of_graph(count, index, device)
-            if index not in self.rest:
-                self.rest[index] = torch.zeros(FOR_GRAPHS, dtype=torch.int32, device=device)
-                torch.cuda.current_stream(device).synchronize()  # graphs of any stream read them
-            key = index, torch.cuda.current_stream(device).cuda_stream
-            held = self.of_streams.get(key)
-            if held is None or held.numel() < count:
-                held = self.of_streams[key] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
-            return held
-
-    def _of_graph(self, count: int, index: int, device: torch.device) -> torch.Tensor:
-        rest = self.rest.get(index)
-        if rest is None or rest.numel() < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        self.rest[index] = rest[count:]
-        return rest[:count]
-
-
-counters = _Counters()
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Where a launch takes it, whose strides are numbers: others are copied before these are read."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNMENT else x
 
 
 def splits_of(problem: Problem, pairs: int, room: int) -> int:
@@ -218,10 +186,7 @@ def launch(
     problem: Problem, q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None,
     factor: float, splits: int, results: tuple[torch.Tensor | None, ...],
 ) -> bool:  # fmt: skip
-    """Write y (B, 1, H, D); False where the kernel does not compile or load.
-
-    results: y and, of more parts than one, their sums (pairs, splits, heads, D), statistics (pairs, splits, heads, 2) and
-    counters.
+    """Write y (B, 1, H, D), or the parts and their statistics (`parts_of`); False where the kernel does not compile or load.
 
     mask: uint8, the last axis contiguous, one line for all sequences or one each. factor: of scores, times log2 e.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,20 @@ TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-#: Elements of a tile, warps of a program, tiles that follow each other in a program, and of these how many are read ahead.
-ELEMENTS, WARPS, REPEAT, STAGES = 2048, 4, 4, 1
+
+
+class Plan(NamedTuple):
+    """How a step is launched: elements of a tile, warps, tiles that follow each other in a program, and how many of them are in
+    flight, the one that is computed included."""
+
+    elements: int
+    warps: int
+    repeat: int
+    stages: int
+
+
+#: By bits of the first moment, measured on an H200 (reports/LOG.md); float32 states were not.
+PLANS = {8: Plan(1024, 2, 8, 3), 4: Plan(512, 1, 16, 2), 32: Plan(2048, 4, 4, 1)}
 #: Parameters of a program that computes their numbers.
 ROWS = 32
 
@@ -67,13 +79,13 @@ class Tables:
         self.held: list[torch.Tensor] = []
 
     def put(self, rows: np.ndarray, blocks: int) -> None:
-        """Make the tables those of these rows; blocks: of a tile."""
+        """Make the tables those of these rows; blocks: of a program."""
         if self.rows.shape == rows.shape and np.array_equal(self.rows, rows):
             return
         column = COLUMNS.index("blocks")
         counts = rows[:, column]
         if self.rows.shape != rows.shape or not np.array_equal(self.rows[:, column], counts):
-            self.tiles = self._on_device(tiles_of(counts, blocks * REPEAT))
+            self.tiles = self._on_device(tiles_of(counts, blocks))
             self.numbers = torch.zeros((len(rows), int(NUMBERS)), dtype=torch.float32, device=self.device)
             self.tensors = torch.zeros(rows.shape, dtype=torch.int64, device=self.device)
         self.tensors.copy_(self._pinned(rows), non_blocking=True)
@@ -216,14 +228,16 @@ class Launches:
         self, key: tuple[Any, ...], slots: Sequence[Slot], rule: Rule, skip: torch.Tensor | None
     ) -> None:
         group, device, kind = key
-        blocks = max(ELEMENTS // kind.size, 1)
+        plan = plan_of(kind)
         if key not in self.tables:
             self.tables[key] = Tables(device)
         tables = self.tables[key]
-        tables.put(np.array([row_of(slot, rule) for slot in slots], np.int64), blocks)
+        tables.put(
+            np.array([row_of(slot, rule) for slot in slots], np.int64), plan.repeat * blocks_of(plan, kind)
+        )
         launch_step(
             kind, tables, self._constants(rule, device), self._rate(group, rule, device),
-            self._no_skip(device) if skip is None else skip, blocks, rule.seed,
+            self._no_skip(device) if skip is None else skip, plan, rule.seed,
         )  # fmt: skip
 
     def _constants(self, rule: Rule, device: torch.device) -> torch.Tensor:
@@ -259,19 +273,29 @@ class Launches:
         return known
 
 
+def plan_of(kind: Kind) -> Plan:
+    """For states of this width."""
+    return PLANS[32 if kind.first.scheme is None else kind.first.scheme.format.bits]
+
+
+def blocks_of(plan: Plan, kind: Kind) -> int:
+    """Blocks of a tile."""
+    return max(plan.elements // kind.size, 1)
+
+
 def launch_step(
     kind: Kind,
     tables: Tables,
     numbers: torch.Tensor,
     rate: torch.Tensor,
     skip: torch.Tensor,
-    blocks: int,
+    plan: Plan,
     seed: int = 0,
 ) -> None:
     """The two launches of a step; shards without elements have the first one alone, which counts their steps."""
     hardware = not interpreted()
     lion = kind.kind == "lion"
-    options: dict[str, Any] = {**UNFUSED, "num_warps": WARPS} if hardware else {}
+    options: dict[str, Any] = {**UNFUSED, "num_warps": plan.warps} if hardware else {}
     rows = len(tables.tensors)
     numbers_kernel[(-(-rows // ROWS),)](
         tables.tensors, numbers, rate, skip, tables.numbers, rows, lion, kind.kind == "adam", ROWS,
@@ -287,7 +311,7 @@ def launch_step(
         table(kind.second, tables.device), *key_of(seed), kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
         kind.first.fraction, kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws,
         kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, hardware and kind.aligned and in_words(kind.first),
-        hardware and kind.aligned and in_words(kind.second), kind.size, blocks, REPEAT, STAGES,
+        hardware and kind.aligned and in_words(kind.second), kind.size, blocks_of(plan, kind), plan.repeat, plan.stages,
         **options,
     )  # fmt: skip
 

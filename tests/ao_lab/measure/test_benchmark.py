@@ -83,6 +83,31 @@ def test_quantized_folders_are_timed_as_they_are(folder, layout):
         benchmark(folder / layout, configs=["nf4"], device="cpu")
 
 
+def test_layers_are_of_the_models_dtype(folder, monkeypatch):
+    seen = []
+    real = Work.calls
+    monkeypatch.setattr(
+        Work, "calls", lambda self, layer, shape: seen.append(layer.weight.dtype) or real(self, layer, shape)
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    found = benchmark(model, configs=["nf4"], batch=[1], new_tokens=0, device="cpu")
+    assert {row.name for row in found.rows} == {"float32", "nf4"}
+    assert set(seen) == {torch.float32}
+
+
+def test_without_the_unquantized_layer_nothing_is_compared(monkeypatch):
+    real = Work.layer
+
+    def layer(self, shape, maker):
+        if maker is None:
+            raise RuntimeError("out of memory")
+        return real(self, shape, maker)
+
+    monkeypatch.setattr(Work, "layer", layer)
+    found = benchmark(shapes=[(1, 64, 64)], configs=["nf4"], device="cpu")
+    assert [(row.name, row.status) for row in found.rows] == [("bfloat16", "RuntimeError: out of memory")]
+
+
 def test_what_is_compiled_are_copies(folder):
     """Models are prepared for the compiler as users prepare them; without a GPU transformers runs them as they are."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()

@@ -38,6 +38,8 @@ def test_a_quantized_model_beside_its_base(folder):
     seen = []
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
     quantize_(model, SchemeConfig(scheme="mxfp4"))
+    model.train()
+    model.model.eval()
     found = evaluate(
         model,
         tokenizer=folder / "base",
@@ -48,6 +50,7 @@ def test_a_quantized_model_beside_its_base(folder):
     assert set(found.tasks) == {"perplexity", "accuracy", "agreement", "weights"}
     assert found.tasks["agreement"]["kl"] > 0
     assert found.against == "base"
+    assert (model.training, model.model.training) == (True, False)
     assert seen[-1] == (3, 3)
 
 

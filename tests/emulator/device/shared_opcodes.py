@@ -52,10 +52,6 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
         return lambda th: meet(th, ("warp", at, th.tid_x // 32), 32, lambda group: None)
     if opcode.startswith(("setmaxnreg", "fence.mbarrier_init", "fence.proxy.async")):
         return lambda th: None
-    if opcode == "atom.global.inc.u32":
-        return _increment(operands, o)
-    if opcode in ("membar.gl", "fence.acq_rel.gpu", "fence.sc.gpu"):
-        return lambda th: None  # threads write to one memory, in turn
     if opcode == "ret":
         return _ret
     return None
@@ -162,19 +158,6 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
         layout.pack_into(view(th), 0, *(read(th) & mask for read in reads))
 
     return store
-
-
-def _increment(operands: tuple[str, ...], o: Operands) -> Step:
-    """Count up to a limit, and at it back to zero; what was there before."""
-    target, limit = o.at(operands[0]), o.reader(operands[2])
-    view, word = _viewed("global", o.address(operands[1]), 4), struct.Struct("<I")
-
-    def step(th: Any) -> None:
-        (before,) = word.unpack_from(view(th))
-        word.pack_into(view(th), 0, 0 if before >= limit(th) & 0xFFFFFFFF else before + 1)
-        th.registers[target] = before
-
-    return step
 
 
 #: Layouts of numbers by their bits; 1: of those of 8 bits that have a sign.

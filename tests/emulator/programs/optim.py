@@ -72,7 +72,7 @@ def words_of_eight(size: int = 4096) -> None:
 
 def main(few: str = "") -> None:
     """Three steps of each case."""
-    host.ELEMENTS = 512
+    host.PLANS = {bits: plan._replace(elements=512) for bits, plan in host.PLANS.items()}
     module.INTERPRETED = True
     if few == "hardware":
         ptx_interpreter.install()

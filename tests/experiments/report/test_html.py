@@ -148,18 +148,14 @@ def test_small_values_keep_their_digits():
 
 
 def row(table="quality/full/x", value=1.0, **changes):
-    given = {"date": "2026-11-26T10:00:00Z", "commit": "0123abcd", "device": "cpu", **changes}
-    return Row(
-        experiment="ptq",
-        table=table,
-        setting="s",
-        method="m",
-        metric="speed",
-        value=value,
-        unit="",
-        seed=0,
-        **given,
-    )
+    given = {
+        "date": "2026-11-26T10:00:00Z",
+        "commit": "0123abcd",
+        "device": "cpu",
+        "metric": "speed",
+        **changes,
+    }
+    return Row(experiment="ptq", table=table, setting="s", method="m", value=value, unit="", seed=0, **given)
 
 
 def test_short_runs_are_left_out_where_there_are_full_ones():
@@ -174,8 +170,11 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert [one.value for one in kept] == [1.0, 2.0]
     (found,) = history.histories(kept, [("speed of m", second)])
     assert found.line == "3.0,25.0 117.0,3.0"
-    assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%"]
+    assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%, better"]
     assert history.History("", [first]).line == ""
+    judged = [history.judged(row(metric=name), 5.0) for name in ("time", "speed", "gap, bits per byte")]
+    assert judged == [", worse", ", better", ", worse"]
+    assert history.judged(row(metric="time"), 1.0) == ""
 
 
 def test_values_of_the_first_screen_have_their_history_committed():

@@ -132,7 +132,7 @@ def bits(kinds: list[str]) -> None:
         expected = attention(q.cpu(), *held, causal=True, mask=seen, out_dtype="float64")
         # Tokens as computed are multiplied by weights in bfloat16; queries are rounded with the scales of channels.
         rule = "bfloat16" if kind == "value" or window.slots else "float16"
-        rules = {"weights": rule, "products": 2.0**-11 * (window.group > 1)}
+        rules = {"weights": rule, "products": 2.0**-10 * (window.group > 1)}
         bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, **rules)
         worst = float(((y.double() - expected).abs() / torch.from_numpy(bound)).max())
         what = f"{kind} B{batch} H{heads}/{kv} T{tokens} D{width} {length} of {room}{' masked' if masked else ''}"

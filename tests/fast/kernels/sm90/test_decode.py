@@ -1,0 +1,212 @@
+"""`sm90_decode` in the emulator, within the bound of the reference: decoders, scales, windows, masks, parts; planted faults;
+what is compiled, and what is taken."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
+from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, token_values
+from fast.kernels.attention import sm90_decode
+from fast.kernels.attention.decode import LOG2E, kind_of
+from fast.kernels.attention.parts import parts_of
+from fast.kernels.attention.sm90_decode import KERNEL, Problem, splits_of, variant_of
+from reference.attention.attention import attention, attention_error_bound
+from tests.emulator.device.stand_in import StandIn
+from tests.emulator.faults import assert_seen, at_night, unchanged
+from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled
+from tests.fast.kernels.sm90.products import require_nvrtc
+
+PLAIN4 = KVRecipe(key=INT4, value=INT4)
+OPEN = KVRecipe(key="int4_g32_asymmetric", key_axis=-2, value=INT4, residual=8, sinks=3)
+CHANNELS8 = KVRecipe(key="int8_g64_asymmetric", key_axis=-2, value="int8_rowwise")
+#: Recipe, sequences, heads, key heads, width, room, tokens, masked, parts, dtype.
+CASES = {
+    "values": ("bfloat16", 1, 4, 1, 128, 96, 77, True, 1, torch.bfloat16),
+    "fp8": ("fp8", 1, 8, 1, 128, 320, 300, False, 2, torch.float16),
+    "channels": ("int4", 1, 2, 1, 128, 640, 600, True, 2, torch.bfloat16),
+    "open": (OPEN, 1, 4, 1, 64, 192, 151, True, 1, torch.bfloat16),
+    "int8": ("int8", 2, 4, 2, 64, 400, 90, True, 4, torch.bfloat16),
+    "int4": (PLAIN4, 1, 4, 1, 64, 96, 77, False, 1, torch.float16),
+    "window": ("int4_tokens", 1, 6, 2, 128, 160, 130, True, 1, torch.bfloat16),
+    "short": ("int4_tokens", 1, 1, 1, 64, 96, 41, False, 2, torch.float16),
+    "fp8 window": ("fp8_residual", 1, 2, 1, 64, 160, 130, False, 1, torch.bfloat16),
+    "int8 channels": (CHANNELS8, 1, 2, 1, 64, 256, 200, False, 1, torch.bfloat16),
+    "a head": ("fp8 head", 1, 4, 2, 64, 96, 77, False, 1, torch.bfloat16),
+    "a tensor": ("int8 tensor", 1, 4, 2, 128, 96, 77, False, 1, torch.bfloat16),
+    "values of float16": ("bfloat16", 1, 8, 1, 64, 96, 96, False, 1, torch.float16),
+}
+STATIC = {"fp8 head": ("fp8", torch.tensor([0.01, 0.02])), "int8 tensor": ("int8", torch.tensor([0.03]))}
+
+
+def cache(name):
+    """Queries, keys and values as stored, their count and the mask of a case; scales differ by token."""
+    recipe, batch, heads, kv, width, room, tokens, masked, _, dtype = CASES[name]
+    recipe, scale = STATIC.get(recipe, (recipe, None)) if isinstance(recipe, str) else (recipe, None)
+    recipe = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(batch, kv, tokens, width, generator=draw) for _ in "kv")
+    v = v * 10 ** (torch.rand(tokens, 1, generator=draw) * 2 - 1)
+    k, v = k.to(dtype), v.to(dtype)
+    keys, values = (
+        room_for(
+            x, room, scheme, axis=axis, window=recipe.window, scale=None if scale is None else scale.clone()
+        )
+        for x, scheme, axis in zip((k, v), recipe.schemes, recipe.axes, strict=True)
+    )
+    length = torch.tensor(0)
+    append_(keys, values, k, v, length)
+    q = torch.randn(batch, heads, 1, width, generator=draw).to(dtype)
+    mask = None
+    if masked:
+        mask = torch.ones(batch, 1, 1, room, dtype=torch.bool)
+        mask[0, ..., 4::3] = False
+    return q, keys, values, length, mask
+
+
+def attended(name, **device):
+    """The emulated result of a case, (B, H, 1, D)."""
+    q, keys, values, length, mask = cache(name)
+    splits = CASES[name][8]
+    problem = sm90_decode.problem_of(q, keys, kind_of(keys)[0], mask)
+    at = StandIn(**device)
+    y = at.empty((q.shape[0], 1, q.shape[1], q.shape[3]), q.dtype)
+    parts = None
+    if splits > 1:
+        parts = [at.empty(one.shape, one.dtype) for one in parts_of(y, splits)]
+    mask_bytes = None if mask is None else mask.view(torch.uint8)
+    given = [
+        q,
+        length,
+        mask_bytes,
+        *(t for x in (keys, values) for t in (x.codes, x.scale, x.zero, x.computed)),
+    ]
+    rules = (mask_bytes, q.shape[3] ** -0.5 * LOG2E, splits, (y, *(parts or (None, None))))
+    assert at.made(lambda: sm90_decode.launch(problem, q, keys, values, length, *rules), *given)
+    return y.transpose(1, 2).double() if parts is None else added(q, *parts, splits)
+
+
+def added(q, sums, stats, splits):
+    """As `combine_kernel` adds parts; those behind the last token are not written."""
+    batch, heads, _, width = q.shape
+    sums = sums.view(batch, heads, splits, width).double()
+    top, total = stats.view(batch, heads, splits, 2).double().unbind(-1)
+    live = ~stats.view(torch.int32).eq(stats.view(torch.int32).flatten()[-1]).view(
+        batch, heads, splits, 2
+    ).all(-1)
+    live[..., 0] = True
+    share = torch.exp2(torch.where(live, top, -torch.inf) - top[live].max())
+    sums = torch.where(live[..., None], sums, 0.0) * share[..., None]
+    return (sums.sum(2) / (torch.where(live, total, 0.0) * share).sum(2, keepdim=True))[:, :, None]
+
+
+def within(name, **device):
+    """Whether the emulated result is within the bound."""
+    q, keys, values, length, mask = cache(name)
+    tokens, window = int(length), keys.window
+    y = attended(name, **device)
+    if keys.computed is not None:
+        held = [computed_values(x, token_values(x, tokens), length) for x in (keys, values)]
+    else:
+        held = [x.codes if not x.scheme else quantized_tokens(x, tokens) for x in (keys, values)]
+        held = [x[:, :, :tokens] if isinstance(x, torch.Tensor) else x for x in held]
+    rules = {"causal": True, "mask": None if mask is None else mask[..., :tokens].numpy()}
+    exact = attention(q, *held, out_dtype="float64", **rules)
+    weights = str(q.dtype).removeprefix("torch.") if window.slots or not keys.scheme else "float16"
+    out = str(q.dtype).removeprefix("torch.") if CASES[name][8] == 1 else "float32"
+    bound = attention_error_bound(
+        q, *held, weights=weights, out_dtype=out, products=2.0**-10 * (keys.axis == 2), **rules
+    )
+    return bool((np.abs(y.numpy() - np.asarray(exact)) <= bound).all())
+
+
+@pytest.mark.parametrize("name", at_night(CASES, "values", "fp8", "channels"))
+def test_within_the_bound(name):
+    require_nvrtc()
+    assert within(name)
+
+
+#: A piece of the source and what takes its place.
+FAULTS = {
+    "the second byte's nibbles first": ('"shr.u32 y, %4, 8;\\n"', '"shr.u32 y, %4, 4;\\n"'),
+    "zero points are left out": ("if constexpr (ZERO) x -= q.beside[c];", ""),
+    "a group has the scales of the one before": (
+        "take_scales(q, at, start / GROUP,", "take_scales(q, at, max(start / GROUP - 1, 0),",
+    ),
+    "tokens as computed are seen as stored, too": ("token >= least", "token >= 0"),
+    "the open group is read as stored": ("count - count % p.open", "count"),
+    "a slot of the ring is off by one": ("const int back = (count - 1 - slot)", "const int back = (count - slot)"),
+    "the mask is not read": ("(!MASKED || t.seen[i])", "true"),
+    "sums do not shrink": ("sums.y[m][i] *= shrink[i % 2];", ";"),
+    "parts overlap": ("first = split * each * BLOCK;", "first = split * (each - 1) * BLOCK;"),
+    "warps begin at the same tile": ("first + warp * SPAN", "first"),
+    "values of the token itself twice": ("2 * quarter + e)", "2 * quarter)"),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees(fault):
+    require_nvrtc()
+    assert_seen(
+        FAULTS[fault], lambda name, change=unchanged: within(name, change=change), ["channels", "open"]
+    )
+
+
+def problem(kind, scales, **more):
+    """Of heads of 128 channels, four that share a key head."""
+    return replace_in(Problem(kind, 128, 4, "bfloat16", scales, False, 1, False, False), **more)
+
+
+def replace_in(one, **more):
+    return one._replace(**more)
+
+
+PROBLEMS = [
+    problem("fp8", "token"), problem("int4", "token", window=True), problem("value", ""),
+    problem("int8", "token", masked=True), problem("fp8", "head", dtype="float16"), problem("int4", "token", width=64),
+    problem("int8", "channel", zero=True, group=32, window=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "one", [*PROBLEMS[:2], *(pytest.param(one, marks=pytest.mark.nightly) for one in PROBLEMS[2:])], ids=str
+)
+def test_compiled(one):
+    """No spills, and as many programs of a multiprocessor as the variant says; codes never pass through shared memory."""
+    variant = variant_of(one)
+    cubin, log = compiled(KERNEL, variant, one)
+    assert complaints(log, variant.threads * variant.resident) == []
+    names = [re.sub(r"^@!?U?P\d+ ", "", line.text).split()[0] for line in disassembled(cubin).lines]
+    loop = names[: names.index("BAR.SYNC.DEFER_BLOCKING")] if "BAR.SYNC.DEFER_BLOCKING" in names else names
+    # Queries that scales of channels multiply wait there, too.
+    shared = ("LDSM", "LDGSTS") if one.scales == "channel" else ("LDS", "LDGSTS")
+    assert not [name for name in loop if name.startswith(shared)]
+    # Two products of a tile's 16 tokens by 16 channels each.
+    products = sum(name.startswith("HMMA.16816") for name in names)
+    assert products >= 2 * variant.tile // 16 * one.width // 16
+
+
+def test_parts_fill_the_device():
+    one = problem("fp8", "token")
+    places = 132 * variant_of(one).resident
+    assert splits_of(one, 8, 32768) == places // 8
+    assert splits_of(one, 8, 128) == 1
+    assert splits_of(one, places, 8192) == 1
+    for pairs in (200, 270, 400, 512):
+        splits = splits_of(one, pairs, 8192)
+        rounds = -(-pairs * splits // places)
+        assert pairs * splits >= 0.85 * rounds * places
+
+
+def test_what_is_taken():
+    q, keys, *_ = cache("fp8")
+    assert sm90_decode.unfit(q, keys) is None
+    assert "it is for Hopper" in sm90_decode.refusal(q, keys)
+    assert "one query of each head" in sm90_decode.unfit(q.repeat(1, 1, 2, 1), keys)
+    assert "8 heads that share" in sm90_decode.unfit(q.repeat(1, 2, 1, 1), keys)
+    assert "64 or 128 channels" in sm90_decode.unfit(q, replace(keys, width=256))
+    assert "one scale of a token" in sm90_decode.unfit(q, replace(keys, scale=keys.scale.repeat(1, 1, 1, 2)))
