@@ -133,6 +133,7 @@ def train(folder: Path, what: str) -> None:
     if rank == 0:
         torch.save(found_weights, folder / "weights.pt")
     dist.barrier()
+    time.sleep(0.5)  # gloo aborts where a rank is gone before another has left the barrier
     dist.destroy_process_group()
 
 
@@ -187,8 +188,14 @@ def happened(rank: Rank, what: str) -> tuple[Path, list[int], float]:
 def expected_weights(rank: Rank, tally: Tally) -> dict[str, torch.Tensor]:
     """Weights of a run to which nothing happens."""
     folder, codes, _ = happened(rank, NOTHING)
-    tally.true(f"a run to which nothing happens ends with {codes}", not any(codes))
+    tally.true(f"a run to which nothing happens ends with {codes}: {last(folder)}", not any(codes))
     return weights_in(folder)
+
+
+def last(folder: Path) -> str:
+    """The last words of a run's ranks."""
+    lines = (folder / "stderr.txt").read_text(errors="replace").strip().splitlines()
+    return " / ".join(lines[-3:])[-300:]
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -217,7 +224,7 @@ def longest(rank: Rank) -> float:
 def goes_on(rank: Rank, tally: Tally, folder: Path, expected: dict[str, torch.Tensor]) -> None:
     """The same run again, from its last complete checkpoint."""
     codes, _ = ends(rank, folder)
-    tally.true(f"the run that goes on ends with {codes}", not any(codes))
+    tally.true(f"the run that goes on ends with {codes}: {last(folder)}", not any(codes))
     found = weights_in(folder)
     for name, value in expected.items():
         tally.bits(name, found[name], value)
@@ -227,7 +234,7 @@ def slow(rank: Rank, tally: Tally) -> None:
     """A rank that comes late, but in time: nothing changes."""
     expected = expected_weights(rank, tally)
     folder, codes, _ = happened(rank, SLOW)
-    tally.true(f"ranks ended with {codes}", not any(codes))
+    tally.true(f"ranks ended with {codes}: {last(folder)}", not any(codes))
     found = weights_in(folder)
     for name, value in expected.items():
         tally.bits(name, found[name], value)

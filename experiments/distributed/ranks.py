@@ -121,8 +121,10 @@ class Plan:
 
 
 def take_over(plan: Plan, ranks: int, codes: Sequence[int] = ()) -> None:
-    """Write down what began and did not end, since its ranks ended, with what they said; remove their folders. codes: with which
-    they ended, where that is known."""
+    """Write down what began and did not end, since its ranks ended, with what they said; remove their folders.
+
+    codes: with which they ended, where that is known.
+    """
     folders = list(plan.out.glob(f"{FOLDER}*"))
     said = [path.read_text() for folder in folders for path in sorted(folder.glob(f"{ENDED}*"))]
     if plan.begun.exists():
