@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ao_lab.cli.terminal import say
 from experiments.distributed.cases import LINE, NEEDS_GPUS, RANKS, SECONDS, Case, Rank, Tally
 from experiments.harness.measuring import LATE, Values, Wrong, free, status
-from experiments.harness.rows import Row, read, write
+from experiments.harness.rows import NOT_RUN, Row, read, write
 from experiments.runs.run import Settings
 
 EXPERIMENT = "distributed"
@@ -72,7 +72,8 @@ class Plan:
     def rows(self, case: Case, ranks: int, values: Values) -> list[Row]:
         """Rows of a case; of several methods that it measures a line each, whose setting is the case."""
         data, lines = self.data(ranks), dict[str, Values]()
-        found: Values = {RANKS: (float(ranks), "")}
+        tried = not any(metric.startswith(NOT_RUN) for metric in values)
+        found: Values = {RANKS: (float(ranks), "")} if tried else {}
         for metric, value in values.items():
             method, line, own = metric.rpartition(LINE)
             if line:
