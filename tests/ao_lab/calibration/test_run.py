@@ -467,7 +467,9 @@ def test_static_scales_are_those_of_smoothed_inputs():
 
 def test_static_scales_outside_of_the_blocks_are_refused():
     model = stack()
-    with pytest.raises(ValueError, match=r"head.weight: calibration finds static scales only for layers in blocks"):
+    with pytest.raises(
+        ValueError, match=r"head.weight: calibration finds static scales only for layers in blocks"
+    ):
         quantize_(model, static(), calibration=inputs(), methods=(Clip(),))
     with pytest.raises(ValueError, match="calibration finds static scales too; leave forward_loop"):
         quantize_(model, static(), calibration=inputs(), methods=(Clip(),), forward_loop=lambda m: None)
