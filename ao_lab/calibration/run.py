@@ -109,13 +109,13 @@ def request_of(
     reading = [method.name for method in records if method.calibrates]
     if reading and calibration is None:
         raise ValueError(
-            f"methods: {' and '.join(reading)} read{'s' * (len(reading) == 1)} the inputs of layers; give calibration=, an "
-            f"iterable of batches, or leave it out"
+            f"methods: {' and '.join(reading)} need{'s' * (len(reading) == 1)} calibration data; give calibration=, an "
+            f"iterable of batches, or drop the method"
         )
     if calibration is not None and not reading and not observing:
         raise ValueError(
-            "calibration is for methods that read the inputs of layers, and none is given; give methods=(Clip(), GPTQ()), for "
-            "instance, or leave calibration out"
+            "calibration is used by methods only, and none is given; give methods=(Clip(), GPTQ()), for instance, or drop "
+            "calibration"
         )
     how = blocks is not None or offload or resume is not None or prefix != PREFIXES[0]
     if calibration is None and how:

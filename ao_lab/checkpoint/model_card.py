@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ao_lab.checkpoint.formats import quantization_of, records_of
-from ao_lab.checkpoint.io.files import links_out, page, write_text
+from ao_lab.checkpoint.io.files import ON_HUB, links_out, page, write_text
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
@@ -175,8 +175,7 @@ CARD, RESULTS = "README.md", "eval.json"
 WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
 MOST_LAYERS = 12
-#: Names of repositories, and of their folders in the Hub's cache.
-ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+#: Folders of repositories in the Hub's cache.
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)
 #: What a card takes over from the card of the model that it was made of.
 KEPT = ("license:", "license_name:", "license_link:", "language:")

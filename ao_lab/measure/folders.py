@@ -6,7 +6,6 @@ dense ones by transformers.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.io.files import without
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import dense_model, read_config
@@ -28,19 +28,11 @@ BYTES = 256
 PROBE = "a"
 #: Tokens of a window where nothing else is said.
 LENGTH = 512
-#: Names of models on the Hub.
-ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def without_model(folder: Path, writers: str) -> str:
     """What to say of a folder that has no config.json; of a name on the Hub, the command that fetches it."""
-    if not folder.exists() and ON_HUB.fullmatch(str(folder)):
-        name = folder.name
-        return (
-            f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {name} does, "
-            f"then give {name}"
-        )
-    return f"{folder} has no config.json; give a folder that {writers} wrote"
+    return without(folder, "no config.json", writers)
 
 
 def check_folder(folder: Path) -> None:

@@ -256,7 +256,7 @@ class SmoothQuantConfig:
     def methods(self) -> tuple[Method, ...]:
         """Smooth."""
         if self.alpha is None:
-            raise ValueError("SmoothQuantConfig: alpha=None has no meaning in ao_lab; 0.5 is usual")
+            raise ValueError("SmoothQuantConfig: alpha=None is not supported in ao_lab; 0.5 is usual")
         return (Smooth(self.alpha),)
 
 

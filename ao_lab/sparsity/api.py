@@ -180,7 +180,7 @@ def _check_usable(statistics: Statistics) -> None:
 def _check_calibration(config: SparsityConfig, calibration: object, blocks: object) -> None:
     if config.calibrates and calibration is None:
         raise ValueError(
-            f"score {config.score!r} reads the inputs of layers: give calibration=, an iterable of batches; score 'magnitude' "
+            f"score {config.score!r} needs calibration data: give calibration=, an iterable of batches; score 'magnitude' "
             f"needs none"
         )
     if not config.calibrates and (calibration is not None or blocks is not None):

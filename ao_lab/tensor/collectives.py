@@ -34,7 +34,7 @@ from ao_lab.tensor.fsdp import received, sent
 from ao_lab.tensor.metadata import PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.view_ops import stored_as, stored_dim
+from ao_lab.tensor.view_ops import stored_as, stored_dim, waited
 
 functional = torch.ops._c10d_functional
 c10d = torch.ops.c10d
@@ -84,8 +84,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if getattr(tensors[0], name) is None:
             continue
         moved: dict[int, torch.Tensor] = {}
-        _, work = func(*(_parts_of(arg, name, moved) for arg in plain), **kwargs)
-        work.wait()
+        work = waited(func, [_parts_of(arg, name, moved) for arg in plain], kwargs)
         for t in _flat(plain[:1]):
             part = getattr(t, name)
             if part.data_ptr() != moved[id(t)].data_ptr():

@@ -441,6 +441,21 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     (bundle,) = args[0]
     work = None
     for piece in bundle.pieces:
-        _, work = func([piece], *args[1:], **kwargs)
-        work.wait()
+        work = waited(func, [[piece], *args[1:]], kwargs)
     return args[0], work
+
+
+def waited(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The work of a collective of `torch.ops.c10d`, done on return.
+
+    It is asked for as an asynchronous one: of others NCCL gives an empty work, and to wait for that ends the process.
+    """
+    names = [argument.name.replace("_", "").lower() for argument in func._schema.arguments]
+    given, at = list(args), names.index("asyncop")
+    if at < len(given):
+        given[at] = True
+    else:
+        kwargs = {**kwargs, func._schema.arguments[at].name: True}
+    _, work = func(*given, **kwargs)
+    work.wait()
+    return work

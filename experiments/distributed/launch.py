@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
-from experiments.distributed.ranks import FAILED, GRACE, PATIENCE, RESTARTS, Plan, take_over
+from experiments.distributed.ranks import FAILED, GRACE, PATIENCE, RESTARTS, Plan, failed, take_over
 from experiments.harness.rows import ROOT
 
 #: How often ranks are started at most.
@@ -25,11 +26,11 @@ def launch(plan: Plan, ranks: int, arguments: Sequence[str], look: Callable[[], 
     for start in range(STARTS):
         before = len(plan.left(ranks))
         codes = watch(started(ranks, arguments, start), look)
-        take_over(plan, ranks)
+        take_over(plan, ranks, codes)
         look()
         left = plan.left(ranks)
         if not left:
-            return 0 if codes and not any(codes) else FAILED
+            return FAILED if failed(plan) else 0  # gloo aborts now and then when all is done
         if len(left) == before:
             raise RuntimeError(
                 f"{ranks} ranks ended with exit codes {codes} before a case began; their errors stand above"
@@ -44,9 +45,9 @@ def started(ranks: int, arguments: Sequence[str], start: int) -> list[subprocess
 
 
 def processes(
-    ranks: int, command: Sequence[str], variables: Mapping[str, str]
+    ranks: int, command: Sequence[str], variables: Mapping[str, str], errors: IO[bytes] | None = None
 ) -> list[subprocess.Popen[bytes]]:
-    """A process a rank, with the variables that torchrun sets and these."""
+    """A process a rank, with the variables that torchrun sets and these. errors: where stderr goes, by default with ours."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -66,6 +67,7 @@ def processes(
                 "LOCAL_WORLD_SIZE": str(ranks),
             },
             cwd=ROOT,
+            stderr=errors,
         )
         for rank in range(ranks)
     ]

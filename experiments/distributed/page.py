@@ -19,6 +19,7 @@ from experiments.distributed.cases import (
 from experiments.harness.rows import Row
 from experiments.report.content import Headline, Section, Table
 from experiments.report.results import Results, Where, by_run, number
+from experiments.report.targets import RunTargets, Target, limit_of
 
 EXPERIMENT = "distributed"
 TITLE = "Several GPUs"
@@ -60,6 +61,16 @@ TIMES = {
     "speed over bfloat16 all-gather": ("over bfloat16 gathered", 2), "all-gather": ("gathered (MB)", 1),
     "reduce-scatter": ("reduced (MB)", 1), "sent by a rank": ("sent (MB)", 1), "weights of a rank": ("weights (MB)", 1),
 }  # fmt: skip
+
+
+#: Names of groups of cases, metrics of their rows, and the method without codes.
+STEP, DECODING, EXCHANGE = "FSDP2 step", "decoding", "embedding all-to-all"
+OVER, GATHER, GATHERED, PLAIN = (
+    "speed over bfloat16",
+    "speed over bfloat16 all-gather",
+    "all-gather",
+    "bfloat16",
+)
 
 
 def status_of(results: Results, setting: str, name: str) -> str:
@@ -104,19 +115,60 @@ def gpu_speeds(rows: Sequence[Row]) -> dict[Where, Results]:
 
 
 def speed_texts(results: Results) -> list[str]:
-    """The largest gain of gathered codes, and of decoding."""
+    """What gathering codes, decoding over ranks and exchanging rows gain and lose."""
     words = []
-    for metric, text in (
-        (
-            "speed over bfloat16 all-gather",
-            "Codes gathered over the same recipe with bfloat16 gathered, at best",
-        ),
-    ):
-        found = [row for row in results.rows if row.metric == metric]
-        if found:
-            best = max(found, key=lambda row: row.value)
-            words.append(f"{text}: {number(best.value, 2)} times ({best.method}; {best.setting})")
+    for name, what in ((DECODING, "times bfloat16's speed a layer"), (EXCHANGE, "times bfloat16's speed")):
+        for setting in results.settings:
+            if setting.startswith(name):
+                found = {
+                    method: results.value(setting, method, OVER)
+                    for method in results.with_setting(setting).methods
+                }
+                said = [
+                    f"{method} {number(value, 2)}"
+                    for method, value in found.items()
+                    if value is not None and method != "bfloat16"
+                ]
+                words.append(f"{setting[0].upper()}{setting[1:]}: {', '.join(said)} {what}")
+    best = best_gather(results)
+    if best is not None:
+        text = (
+            "FSDP2 steps with weights gathered quantized over the same recipe with bfloat16 gathered, at best"
+        )
+        words.append(f"{text}: {number(best.value, 2)} times ({best.method}; {best.setting})")
     return words
+
+
+def best_gather(results: Results) -> Row | None:
+    """Where gathering codes gains most, or loses least."""
+    return max((row for row in results.rows if row.metric == GATHER), key=lambda row: row.value, default=None)
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Speed and bytes of gathering codes, on GPUs."""
+    return [
+        RunTargets(where, found, "FSDP2")
+        for where, results in gpu_speeds(rows).items()
+        if (found := targets(results))
+    ]
+
+
+def targets(results: Results) -> list[Target]:
+    """The largest gain, and bytes at its setting."""
+    best = best_gather(results)
+    if best is None:
+        return []
+    sent = [results.value(best.setting, method, GATHERED) for method in (best.method, PLAIN)]
+    made = [
+        limit_of(EXPERIMENT, STEP, GATHER).target(
+            f"{best.method}: {GATHER}", best.value, value_format=".2f", day=best.date[:10]
+        )
+    ]
+    if sent[1] is not None:
+        limit = limit_of(EXPERIMENT, STEP, GATHERED)
+        shown = {"unit": "MB", "value_format": ".0f", "limit_format": ".0f", "day": best.date[:10]}
+        made.append(limit.target(f"{best.method}: {GATHERED}", sent[0], sent[1], **shown))
+    return made
 
 
 def main_finding(rows: Sequence[Row]) -> str:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ao_lab.cli.terminal import say
 from experiments.distributed.cases import LINE, NEEDS_GPUS, RANKS, SECONDS, Case, Rank, Tally
 from experiments.harness.measuring import LATE, Values, Wrong, free, status
-from experiments.harness.rows import Row, read, write
+from experiments.harness.rows import NOT_RUN, Row, read, write
 from experiments.runs.run import Settings
 
 EXPERIMENT = "distributed"
@@ -39,7 +39,7 @@ POLL = 0.05
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 #: Folders in which ranks meet, files in which they say why they end, and what is said where there is none.
 FOLDER, ENDED = ".ranks-", "ended."
-NO_ANSWER = "error: a rank died"
+NO_ANSWER, BEGAN = "error: a rank died", "error: it began, and did not end"
 #: Exit codes: some case failed; ranks have to be started again to go on.
 FAILED, AGAIN = 1, 75
 #: On CPUs ranks share cores, and everything takes longer.
@@ -72,7 +72,8 @@ class Plan:
     def rows(self, case: Case, ranks: int, values: Values) -> list[Row]:
         """Rows of a case; of several methods that it measures a line each, whose setting is the case."""
         data, lines = self.data(ranks), dict[str, Values]()
-        found: Values = {RANKS: (float(ranks), "")}
+        tried = not any(metric.startswith(NOT_RUN) for metric in values)
+        found: Values = {RANKS: (float(ranks), "")} if tried else {}
         for metric, value in values.items():
             method, line, own = metric.rpartition(LINE)
             if line:
@@ -120,15 +121,19 @@ class Plan:
         whole(self.run, json.dumps({"since": since, "until": until}))
 
 
-def take_over(plan: Plan, ranks: int) -> None:
-    """Write down what began and has no row, since its ranks ended, with what they said; remove their folders."""
+def take_over(plan: Plan, ranks: int, codes: Sequence[int] = ()) -> None:
+    """Write down what began and did not end, since its ranks ended, with what they said; remove their folders.
+
+    codes: with which they ended, where that is known.
+    """
     folders = list(plan.out.glob(f"{FOLDER}*"))
     said = [path.read_text() for folder in folders for path in sorted(folder.glob(f"{ENDED}*"))]
     if plan.begun.exists():
         name = plan.begun.read_text()
         for case in plan.cases:
             if case.name == name:
-                plan.add(case, ranks, status(next(iter(said), NO_ANSWER)))
+                how = f" (exit codes {', '.join(map(str, codes))})" if codes else ""
+                plan.add(case, ranks, status(next(iter(said), f"{NO_ANSWER}{how}")))
         plan.begun.unlink()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -239,6 +244,9 @@ class Meeting:
     def run(self, plan: Plan, number: int, case: Case) -> Values:
         """Values of a case, of all ranks together."""
         if self.rank.first:
+            plan.add(
+                case, self.rank.size, status(BEGAN)
+            )  # what remains where everything is ended from outside
             plan.begun.write_text(case.name)
         limit, started = limit_of(case, plan.settings.device), time.perf_counter()
         folder = self.rank.folder / f"{number}"

@@ -10,6 +10,7 @@ system, and renamed at the end; a write that fails, or that is interrupted, leav
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -19,8 +20,22 @@ from pathlib import Path
 
 import torch
 
+#: Names of models on the Hub, and of their repositories: owner/name.
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 #: Bytes of a page of text, such as a model card: the longest have some hundred thousand.
 LARGEST_PAGE = 16 * 2**20
+
+
+def without(folder: Path, what: str, writers: str) -> str:
+    """What to say of a folder that lacks `what`, which `writers` write; of a name on the Hub, the command that fetches it."""
+    if folder.exists():
+        return f"{folder} has {what}; give a folder that {writers} wrote"
+    if not ON_HUB.fullmatch(str(folder)):
+        return f"there is no folder {folder}; give a folder that {writers} wrote"
+    return (
+        f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {folder.name} does, "
+        f"then give {folder.name}"
+    )
 
 
 def roots(folder: Path) -> tuple[Path, ...]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ao_lab.checkpoint.io.files import save_file
+from ao_lab.checkpoint.io.files import save_file, without
 from ao_lab.checkpoint.io.strict_json import parsed_object, read_object, regular_size, shown
 
 LOG = logging.getLogger(__name__)
@@ -135,9 +135,7 @@ def look_at(folder: Path) -> Folder:
     single, index_name = _names(folder)
     index = _index(folder / index_name) if (folder / index_name).exists() else None
     if index is None and not (folder / single).exists():
-        raise FileNotFoundError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote"
-        )
+        raise FileNotFoundError(without(folder, f"neither {SINGLE} nor {INDEX}", "save_pretrained"))
     names = [single] if index is None else sorted(set(index.values()))
     if index is not None and single not in names and (folder / single).exists():
         raise ValueError(

@@ -325,7 +325,7 @@ def test_experts_whose_inputs_overflow_are_an_error():
     model.model.layers[0].mlp.experts.gate_up_proj.data[2] *= 1e11
     with pytest.raises(
         ValueError,
-        match=r"layers.0.mlp.experts.down_proj\[2\].*: sums of products",
+        match=r"layers.0.mlp.experts.down_proj\[2\].*: sums of squared inputs",
     ):
         quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
 

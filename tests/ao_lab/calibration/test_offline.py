@@ -287,7 +287,7 @@ def test_models_without_a_stream_that_is_known():
         quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),))
     with pytest.raises(ValueError, match="the whole model is one block"):
         quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),), blocks="")
-    with pytest.raises(ValueError, match="rotate reads the inputs of layers; give calibration="):
+    with pytest.raises(ValueError, match="rotate needs calibration data; give calibration="):
         quantize_(stack(), INT4, methods=(Rotate("offline"),))
 
 

@@ -323,8 +323,8 @@ def test_methods_are_records_classes_or_names_in_one_order():
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"methods": (GPTQ(),)}, ValueError, "gptq reads the inputs of layers; give calibration="),
-        ({"methods": (Clip(), GPTQ())}, ValueError, "clip and gptq read the inputs"),
+        ({"methods": (GPTQ(),)}, ValueError, "gptq needs calibration data; give calibration="),
+        ({"methods": (Clip(), GPTQ())}, ValueError, "clip and gptq need calibration data"),
         ({"calibration": []}, ValueError, "none is given; give methods="),
         ({"calibration": [], "methods": (GPTQ(),)}, ValueError, "calibration has no batches"),
         ({"calibration": torch.ones(4, 32), "methods": (GPTQ(),)}, TypeError, "an iterable of batches"),
@@ -467,7 +467,9 @@ def test_static_scales_are_those_of_smoothed_inputs():
 
 def test_static_scales_outside_of_the_blocks_are_refused():
     model = stack()
-    with pytest.raises(ValueError, match=r"head.weight: calibration finds static scales of layers in blocks"):
+    with pytest.raises(
+        ValueError, match=r"head.weight: calibration finds static scales only for layers in blocks"
+    ):
         quantize_(model, static(), calibration=inputs(), methods=(Clip(),))
     with pytest.raises(ValueError, match="calibration finds static scales too; leave forward_loop"):
         quantize_(model, static(), calibration=inputs(), methods=(Clip(),), forward_loop=lambda m: None)

@@ -158,7 +158,7 @@ def test_experts_with_zero_points_are_refused(tmp_path):
     model = model_of("mixtral")
     quantize_(model, SchemeConfig(scheme="int4_g32_asymmetric"), linear_and_experts)
     with pytest.raises(
-        ValueError, match=r"experts\.gate_up_proj: transformers does not read.*for_layout.*layout=.ao_lab"
+        ValueError, match=r"experts\.gate_up_proj: transformers does not load.*for_layout.*layout=.ao_lab"
     ):
         save_pretrained(model, tmp_path / "out", layout=COMPRESSED)
     assert not (tmp_path / "out").exists()

@@ -193,7 +193,7 @@ def test_messages_say_one_way_out(capsys, folder, tmp_path, arguments, there, ab
 @pytest.mark.parametrize("config", ["nf4", "int44", "mxfp4"])
 def test_folders_without_a_model_are_told_before_all_else(capsys, folder, tmp_path, config):
     code, err = complaint(capsys, tmp_path / "nope", tmp_path / "out", "--config", config)
-    assert (code, "no config.json" in err) == (2, True)
+    assert (code, "there is no folder" in err) == (2, True)
     (tmp_path / "in").mkdir()
     shutil.copyfile(folder / "config.json", tmp_path / "in" / "config.json")
     code, err = complaint(capsys, tmp_path / "in", tmp_path / "out", "--config", config)

@@ -106,7 +106,7 @@ def test_cuda_without_a_gpu_is_refused(base, capsys, monkeypatch, command):
 
 def test_what_eval_is_given_is_there(base, capsys, monkeypatch, tmp_path):
     err = refused(capsys, monkeypatch, "eval", base, "--against", tmp_path / "nothing")
-    assert "nothing has no config.json" in err
+    assert "nothing; give a folder" in err
     assert "is no file" in refused(capsys, monkeypatch, "eval", base, "--text", tmp_path / "nothing")
 
 

@@ -149,7 +149,7 @@ def test_from_the_command_line(folder, capsys):
         (["--shape", "2x64x128"], "write M,N,K"),
         (["--shape", "2,64"], "a shape is M,N,K"),
         ([], "give a model"),
-        (["--model", "nowhere"], "has no config.json"),
+        (["--model", "nowhere"], "there is no folder nowhere"),
         (["--shape", "2,64,128", "Int4"], "the nearest are"),
         *(
             []

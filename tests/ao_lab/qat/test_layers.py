@@ -275,7 +275,7 @@ def test_learned_scales_stay_as_they_are():
 def test_converted_twice_says_so():
     made = prepared(CONFIGS["weights alone"])
     ao_lab.convert_for_training_(made, "rowwise")
-    with pytest.raises(ValueError, match=r"trains by recipe .rowwise. already"):
+    with pytest.raises(ValueError, match=r"trains with recipe .rowwise. already"):
         ao_lab.convert_for_training_(made, "tensorwise")
 
 

@@ -44,7 +44,7 @@ def test_convert_before_prepare():
 
 def test_prepare_twice():
     net = in_training(INT4)
-    with pytest.raises(ValueError, match=r"first\.weight, second\.weight prepared for QAT already"):
+    with pytest.raises(ValueError, match=r"first\.weight, second\.weight are prepared for QAT already"):
         quantize_(net, QATConfig(INT4), everything)
     assert type(net.table) is nn.Embedding
     quantize_(net, QATConfig(INT4), lambda module, name: name == "table")

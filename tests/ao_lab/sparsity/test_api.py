@@ -242,7 +242,7 @@ def test_sums_that_overflow_are_found_before_their_block_is_pruned(score):
     """Each square is within float32, their sum is not; of a block behind one that is pruned."""
     config, x = SparsityConfig(score=score), torch.full((8, 8), 1.5e19)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"^0\.weight: sums of products .* overflow float32") as error:
+    with pytest.raises(ValueError, match=r"^0\.weight: sums of squared inputs .* overflow float32") as error:
         sparsify_(model, config, calibration=[x], blocks="", filter_fn=lambda m, name: name == "0")
     assert error.value.__notes__ == ["sparsify_ stopped before it changed a weight"]
 

@@ -296,7 +296,7 @@ def test_types():
 
 
 def test_scores_and_data_belong_together():
-    assert_refused(language_model(), "score 'wanda' reads the inputs of layers: give calibration=", WANDA)
+    assert_refused(language_model(), "score 'wanda' needs calibration data: give calibration=", WANDA)
     assert_refused(language_model(), "score 'magnitude' reads weights alone", calibration=TOKENS)
     assert_refused(language_model(), "score 'magnitude' reads weights alone", blocks="model.layers")
 

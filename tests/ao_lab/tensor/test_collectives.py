@@ -1,10 +1,12 @@
 """`QuantizedTensor` between processes (DTensors, collectives, DDP): two ranks on this machine give the bits of one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ao_lab
-from ao_lab.tensor.view_ops import Bundle
+from ao_lab.tensor.view_ops import Bundle, waited
 from tests.support.distributed.ranks import check_on_ranks
 
 
@@ -24,6 +26,20 @@ def test_hashes_are_completed_once():
     first = getattr(DTensor, HASH, None)
     hash_local_tensors(QuantizedTensor)
     assert getattr(DTensor, HASH, None) is first
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_work_that_is_waited_for_is_asynchronous(given):
+    """NCCL gives an empty work else, and a wait for it ends the process without a word."""
+    asked = []
+
+    def collective(*args, **kwargs):
+        asked.append(args[4] if len(args) > 4 else kwargs["async_op"])
+        return args[0], SimpleNamespace(wait=lambda: asked.append("waited"))
+
+    collective._schema = torch.ops.c10d.broadcast_.default._schema
+    waited(collective, [[torch.ones(1)], None, 0, 0, *([False] if given else [])], {})
+    assert asked == [True, "waited"]
 
 
 def test_collectives_of_sparse_weights():

@@ -292,7 +292,7 @@ def with_inputs(name, activation, shape=MATRIX):
             lambda: quantized(
                 dense(), Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
             ),
-            "by those of its inputs",
+            "directly with those of its inputs",
         ),
         (
             lambda: quantized(dense(), Recipe(weight=SCHEMES["int8_rowwise"], kernel="dequantize")),
@@ -305,13 +305,13 @@ def with_inputs(name, activation, shape=MATRIX):
         (lambda: quantized(dense(0, (128, 160)), "fp8_1x128"), "whole blocks of 128 columns"),
         (lambda: quantized(dense(0, (256, 256)), "nf4"), "NF4 must be a matrix of 384"),
         (lambda: quantized(dense(), "int3_g32"), "its elements must be"),
-        (lambda: with_inputs("int8_rowwise", "int8_rowwise"), "codes are multiplied by those of its inputs"),
+        (lambda: with_inputs("int8_rowwise", "int8_rowwise"), "directly with those of its inputs"),
         (
             lambda: with_inputs("fp8_rowwise", "fp8_rowwise_e5m2"),
-            "codes are multiplied by those of its inputs",
+            "directly with those of its inputs",
         ),
-        (lambda: with_inputs("fp8_1x128", "fp8_1x128"), "codes are multiplied by those of its inputs"),
-        (lambda: with_inputs("fp8_128x128", "fp8_1x128"), "codes are multiplied by those of its inputs"),
+        (lambda: with_inputs("fp8_1x128", "fp8_1x128"), "directly with those of its inputs"),
+        (lambda: with_inputs("fp8_128x128", "fp8_1x128"), "directly with those of its inputs"),
         (
             lambda: with_inputs("int4_g128", "int8_rowwise", (2, 128, 128)),
             "inputs of experts must not be quantized",

@@ -352,7 +352,7 @@ def test_other_products_and_stacked_weights_are_refused():
         lambda: torch.vmap(lambda x: x @ weights[0].t())(xs),
         lambda: torch.vmap(F.linear)(xs, weights),
     ):
-        with pytest.raises(ValueError, match=r"one scale for all rows.* one example after the other"):
+        with pytest.raises(ValueError, match=r"one scale for all tokens.* one example at a time"):
             call()
     own = quantized(
         torch.ones(4, 32, 64), Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])

@@ -244,7 +244,7 @@ def test_random_bits(name):
 )
 def test_what_is_not_defined_says_so(transform, named):
     net, _ = layer("rowwise")
-    with pytest.raises(NotImplementedError, match=f"LowPrecisionLinear trains by a recipe.*{named}"):
+    with pytest.raises(NotImplementedError, match=f"LowPrecisionLinear trains with a recipe.*{named}"):
         transform(lambda x: net(x[None]).square().sum(), torch.randn(64))
 
 

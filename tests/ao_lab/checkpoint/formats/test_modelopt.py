@@ -141,8 +141,8 @@ def test_damaged_tensors_are_one_error(tmp_path, algorithm, change, message):
         ({"config_groups": {"group_0": {"weights": {"group_size": 32}}}}, r"weight_scale is .*\(\d+, \d\)"),
         ({"config_groups": {"group_0": {"weights": {"group_size": [16]}}}}, "group_size is a positive count"),
         ({"quantization": 3}, "quantization is an object"),
-        ({"quant_method": "modelopt_unknown"}, "has no reader"),
-        ({"quant_method": 3}, "has no reader"),
+        ({"quant_method": "modelopt_unknown"}, "is not supported, these are"),
+        ({"quant_method": 3}, "is not supported, these are"),
     ],
 )  # fmt: skip
 def test_damaged_descriptions_are_one_error(tmp_path, change, message):

@@ -123,7 +123,7 @@ def test_other_formats_are_refused(given, tmp_path):
     """Before anything is written."""
     model, _ = quantized_model("LlamaForCausalLM", "nf4")
     with pytest.raises(
-        ValueError, match=rf"{next(iter(given))}= does not go with .* ao_lab\.save_pretrained"
+        ValueError, match=rf"{next(iter(given))}= is not supported for .* ao_lab\.save_pretrained"
     ):
         model.save_pretrained(tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
@@ -192,7 +192,7 @@ def test_the_models_own_state(tmp_path):
     assert_same_weights(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     copied = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
-        ValueError, match=r"state_dict= does not go with .* unless it is model.state_dict\(\)"
+        ValueError, match=r"state_dict= is not supported for .* unless it is model.state_dict\(\)"
     ):
         model.save_pretrained(tmp_path, state_dict=copied)
 
