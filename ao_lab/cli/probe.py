@@ -170,7 +170,8 @@ def draw(report: ProbeReport, path: Path) -> None:
     """The figure of a report as a file."""
     from ao_lab.install.extras import needed
 
-    figure, axes = needed("matplotlib.pyplot").subplots(figsize=(max(6, len(report.sites) / 5), 5))
+    size = max(6, len(report.sites) / 5), max(5, len(report.candidates) / 6)
+    figure, axes = needed("matplotlib.pyplot").subplots(figsize=size)
     report.plot(axes)
     try:
         figure.savefig(path, bbox_inches="tight")

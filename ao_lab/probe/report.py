@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import log10, nan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ BUDGET = 0.05
 MOST_NOISE = 0.1
 #: An output channel is told of from this many times the error of its layer.
 BROKEN = 4.0
+#: Candidates up to which a figure has a line for each.
+LINES = 10
 #: Inputs are told of from this largest magnitude of a token over its root mean square.
 PEAK = 12.0
 
@@ -187,8 +190,12 @@ class ProbeReport:
             raise ValueError(f"this is no report as ProbeReport.to_json writes it: {error}") from error
 
     def plot(self, axes: Any = None) -> Any:
-        """The norm ratio of each site with its interval, a line a candidate, on axes of matplotlib; returns them."""
+        """The norm ratio of each site with its interval, a line a candidate, on axes of matplotlib; returns them. Of more than
+        `LINES` candidates a map of sites and candidates, without intervals."""
         axes = needed("matplotlib.pyplot").subplots()[1] if axes is None else axes
+        axes.set_xticks(range(len(self.sites)), [line.name for line in self.sites], rotation=90)
+        if len(self.candidates) > LINES:
+            return self._map(axes)
         for name in self.candidates:
             known = [
                 (i, e)
@@ -198,9 +205,22 @@ class ProbeReport:
             at, found = [i for i, _ in known], [e for _, e in known]
             spread = [[e.value - e.low for e in found], [e.high - e.value for e in found]]
             axes.errorbar(at, [e.value for e in found], yerr=spread, fmt="o-", label=name)
-        axes.set(yscale="log", ylabel="relative error of the output", xticks=range(len(self.sites)))
-        axes.set_xticklabels([line.name for line in self.sites], rotation=90)
+        axes.set(yscale="log", ylabel="relative error of the output")
         axes.legend()
+        return axes
+
+    def _map(self, axes: Any) -> Any:
+        """A cell for each candidate and site, coloured by the logarithm of the norm ratio; empty where it cannot run."""
+        values = [
+            [
+                log10(found.value) if (found := line.candidates[name].norm_ratio) and found.value > 0 else nan
+                for line in self.sites
+            ]
+            for name in self.candidates
+        ]
+        picture = axes.imshow(values, aspect="auto")
+        axes.set_yticks(range(len(self.candidates)), self.candidates)
+        axes.figure.colorbar(picture, ax=axes, label="log10 of the relative error of the output")
         return axes
 
 

@@ -124,6 +124,13 @@ def test_the_report_is_read_back():
     left = report.site("mlp.0").candidates["int4_g48"]
     assert (left.safe, left.norm_ratio) == (False, None)
     assert "not a multiple of 48" in left.why
+    many = [
+        replace(line, candidates={f"{i}": line.candidates["rowwise"] for i in range(12)})
+        for line in report.sites
+    ]
+    drawn = ProbeReport(tuple(many)).plot()
+    assert drawn.images[0].get_array().shape == (12, len(report.sites))
+    assert drawn.get_legend() is None
     with pytest.raises(ValueError, match="this is no report"):
         ProbeReport.from_json("{}")
     with pytest.raises(ValueError, match=r"nowhere\.json is no file of a report"):
