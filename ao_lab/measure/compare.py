@@ -227,7 +227,7 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     told = (
         ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
     )
-    return [*told, f"Comparable with {source.compares}."]
+    return [*told, f"Comparable with {source.compares}.".replace(" by --text FILE", " instead")]
 
 
 #: Elements of each parameter, and bytes at each end of each file, that tell weights apart.
