@@ -22,7 +22,7 @@ from ao_lab.checkpoint.io.files import write_text
 from ao_lab.checkpoint.size import model_size
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
 from ao_lab.config.recipe import named
-from ao_lab.eval import NAMED, Text, Windows, measured, results_of
+from ao_lab.eval import NAMED, Sums, Text, Windows, measured, results_of
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
 from ao_lab.measure.comparison import OK, Compared, Comparison
@@ -227,7 +227,7 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     told = (
         ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
     )
-    return [*told, f"Comparable with {source.compares}."]
+    return [*told, f"Comparable with {source.compares}.".replace(" by --text FILE", " instead")]
 
 
 #: Elements of each parameter, and bytes at each end of each file, that tell weights apart.
@@ -434,31 +434,17 @@ class Work:
             None if itself else base,
             lambda done, total: self.say(f"sequence {done} of {total}"),
         )
-        tasks = ("perplexity",) if itself else ("perplexity", "agreement")
-        found = results_of(sums, self.windows, tasks, words=False)
-        values: dict[str, Any] = {
-            "loss": found["perplexity"]["loss"],
-            "loss_stderr": found["perplexity"]["loss_stderr"],
-        }
-        if not itself:
-            far = found["agreement"]
-            values |= {
-                "difference": far["loss_difference"],
-                "difference_stderr": far["loss_difference_stderr"],
-            }
-            values |= {name: far[name] for name in ("kl", "kl_stderr", "agreement")}
-        size = model_size(model).bytes
-        values |= {
-            "bytes": size,
-            "bits": 8 * size / parameters(base.model),
-            "seconds": None if itself else seconds,
-        }
         layers = [module.weight for module in model.modules() if is_linear(module)]
-        values |= {
-            "layers": sum(isinstance(one, QuantizedTensor) for one in layers),
-            "of_layers": len(layers),
-        }
-        return Compared(name, **values, **(self.speed(model, base.model, size) if self.new_tokens else {}))
+        return Compared(
+            name,
+            bytes=size,
+            bits=8 * size / parameters(base.model),
+            seconds=seconds,
+            layers=sum(isinstance(one, QuantizedTensor) for one in layers),
+            of_layers=len(layers),
+            **quality(sums, self.windows, itself),
+            **(self.speed(model, base.model, size) if self.new_tokens else {}),
+        )
 
     def speed(self, model: nn.Module, base: nn.Module, size: int) -> dict[str, Any]:
         """Tokens a second of generate(), beside the unquantized model's in turn, and peak memory."""
@@ -476,6 +462,17 @@ class Work:
             "speed": median(one[0] / one[-1] for one in times),
             "peak_bytes": None if over is None else size + over,
         }
+
+
+def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
+    """Loss, and the distance from the unquantized model, which the model may be `itself`."""
+    found = results_of(sums, windows, ("perplexity",) if itself else ("perplexity", "agreement"), words=False)
+    loss, far = found["perplexity"], found.get("agreement")
+    values: dict[str, Any] = {name: loss[name] for name in ("loss", "loss_stderr")}
+    if far is None:
+        return values
+    values |= {"difference": far["loss_difference"], "difference_stderr": far["loss_difference_stderr"]}
+    return values | {name: far[name] for name in ("kl", "kl_stderr", "agreement")}
 
 
 def parameters(model: nn.Module) -> int:

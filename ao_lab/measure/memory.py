@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Peak:
             self.before = torch.cuda.memory_allocated(self.device)
         else:
             gc.collect()
+            _give_back()
             _forget_resident()
             self.before = resident("VmRSS") or 0
 
@@ -45,6 +47,14 @@ class Peak:
 
 #: Where Linux tells of this process's memory, and forgets its peak.
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _give_back() -> None:
+    """Give the system what the allocator holds of earlier work, where what comes next would seem to take nothing."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # another C library than glibc
+        return
 
 
 def _forget_resident() -> None:

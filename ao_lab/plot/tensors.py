@@ -290,14 +290,7 @@ def schemes(
     found = sorted(found, key=lambda one: one.total)
     with canvas(ax, theme, (8.0, 1.2 + 0.34 * len(found))) as (figure, (axis,), colors):
         for place, one in enumerate(found):
-            each = list(one.tensors.values())
-            if len(each) > 1:
-                axis.scatter(each, [-place] * len(each), s=14, color=colors.muted, alpha=0.6, linewidths=0)
-            axis.scatter([one.total], [-place], s=46, color=colors.series[0], zorder=3)
-            axis.annotate(
-                f"{one.total:.3g}", (one.total, -place), (0, 7), textcoords="offset points", ha="center", fontsize=7.5,
-                color=colors.ink,
-            )  # fmt: skip
+            _error(axis, one, -float(place), colors)
         count = max(len(one.tensors) + len(one.refused) for one in found)
         axis.set_yticks([-place for place in range(len(found))], [_label(one) for one in found])
         axis.set_ylim(-len(found) + 0.4, 0.9)
@@ -311,6 +304,21 @@ def schemes(
             f"Error of schemes on {count} tensors" if count > 1 else "Error of schemes", loc="left"
         )
     return figure
+
+
+def _error(axis: Axes, one: SchemeError, y: float, theme: Theme) -> None:
+    """The marks of a scheme: of all tensors together, with its value, and of each."""
+    each = list(one.tensors.values())
+    if len(each) > 1:
+        axis.scatter(each, [y] * len(each), s=14, color=theme.muted, alpha=0.6, linewidths=0)
+    axis.scatter([one.total], [y], s=46, color=theme.series[0], zorder=3)
+    style: dict[str, Any] = {
+        "textcoords": "offset points",
+        "ha": "center",
+        "fontsize": 7.5,
+        "color": theme.ink,
+    }
+    axis.annotate(f"{one.total:.3g}", (one.total, y), (0, 7), **style)
 
 
 def _label(one: SchemeError) -> str:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs import api, docstrings, links  # noqa: E402
+from docs import api, docstrings, links, numerics  # noqa: E402
 from docs.topics import TOPICS, names  # noqa: E402
 
 ON_PAGES = [name for topic in TOPICS.values() for name in names(topic)]
@@ -70,6 +70,17 @@ def test_docstrings_mean_themselves(text, expected):
 def test_docstrings_link_to_the_function_of_their_package():
     assert "<fast.encode>" in docstrings.converted("`encode`", PLACES, "fast.decode")
     assert "py:obj" not in docstrings.converted("`encode`", PLACES, "ao_lab.encode")
+
+
+def test_every_record_is_on_its_page_and_drawn(monkeypatch):
+    pages = numerics.pages()
+    assert all(f"| `{name}` |" in pages["schemes.md"] for name in numerics.SCHEMES)
+    assert all(f"| `{name}` |" in pages["formats.md"] for name in numerics.FORMATS)
+    assert "error-mx-0-dark.svg" in pages["schemes.md"]
+    more = {**numerics.FORMATS, "posit8": numerics.FORMATS["float8_e4m3fn"]}
+    monkeypatch.setattr(numerics, "FORMATS", more)
+    with pytest.raises(ValueError, match=r"docs/numerics\.py: \['posit8'\]"):
+        numerics.pages()
 
 
 def test_links_to_reports():

@@ -661,5 +661,6 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   }
 #endif
   attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // what adds parts may begin, and waits for them
   give_out(shared, sums, at, pair, split, warp);
 }

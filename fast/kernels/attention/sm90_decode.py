@@ -1,6 +1,6 @@
 """Attention of one query of each head over a stored cache in CUDA C++: what is taken, compiled and launched.
 
-Operands are those of `fast.kernels.attention.decode`, which multiplies where this does not take them, and adds the parts. There
+Operands are those of `fast.kernels.attention.decode`, which multiplies where this does not take them. There
 codes pass through shared memory, because that is how Triton gives them to the tensor core, and a step waits for all its warps;
 here each warp reads them into the registers where they are multiplied, and decoding takes a fifth of the instructions.
 """
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fast.kernels.attention.append import static_of
-from fast.kernels.attention.parts import combine, parts_of
+from fast.kernels.attention.parts import parts_of
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES
 from fast.launch.cuda import CudaLaunch, Kernel
 from fast.launch.hopper import MULTIPROCESSORS, is_served
 from fast.launch.launcher import ALIGNMENT
 from fast.stored_tokens import StoredTokens
-from reference.attention.window import ALL_STORED
+from reference.attention.window import ALL_STORED, Window
 
 #: Pointers of a launch, and how its numbers lie.
 POINTERS = (
@@ -97,6 +97,44 @@ KERNEL = Kernel(
 )
 
 
+class Parts(NamedTuple):
+    """What is added: width of heads, dtype of the result, tokens that parts are multiples of."""
+
+    width: int
+    dtype: str
+    block: int
+
+
+class PartsVariant(NamedTuple):
+    """The one there is."""
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * WARPS
+
+
+#: Begins while the last programs of `KERNEL` end.
+PARTS_KERNEL = Kernel(
+    "sm90_decode_parts",
+    Path(__file__).parent,
+    lambda _, problem: {
+        "WIDTH": problem.width,
+        "BF16": int(problem.dtype == "bfloat16"),
+        "BLOCK": problem.block,
+    },
+    shared=(),
+    programmatic=True,
+    instead="Triton's kernel multiplies",
+    fails_whole=True,
+)
+
+
 def variant_of(problem: Problem) -> Variant:
     """Registers of a tile, sums and queries decide how many programs a multiprocessor has."""
     tile = min(MOST_TOKENS, STEP_BYTES // problem.row)
@@ -144,14 +182,21 @@ def attention(
     q, mask = _aligned(q), None if mask is None else _aligned(mask)
     problem = problem_of(q, k, kind, mask)
     splits = splits or splits_of(problem, q.shape[0] * k.shape[1], v.shape[2])
+    added = Parts(k.width, problem.dtype, span_of(problem))
+    if not _is_loadable(problem, added, splits, q.get_device()):
+        return None
     y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
     parts = parts_of(y, splits)
-    if not launch(problem, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None)))):
-        return None
+    launch(problem, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None))))
     if parts is not None:
-        window = k.window if problem.window else ALL_STORED
-        combine(y, *parts, length, k.shape[1], span_of(problem), splits, window)
+        add(added, *parts, length, y, splits, k.window if problem.window else ALL_STORED)
     return y.transpose(1, 2)
+
+
+def _is_loadable(problem: Problem, added: Parts, splits: int, device: int) -> bool:
+    kernels: list[tuple[Kernel, Any, Any]] = [(KERNEL, variant_of(problem), problem)]
+    kernels += [(PARTS_KERNEL, PartsVariant(), added)] * (splits > 1)
+    return all(cuda.is_loadable(*one, device) for one in kernels)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -185,26 +230,46 @@ def problem_of(q: torch.Tensor, k: StoredTokens, kind: str, mask: torch.Tensor |
 def launch(
     problem: Problem, q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None,
     factor: float, splits: int, results: tuple[torch.Tensor | None, ...],
-) -> bool:  # fmt: skip
-    """Write y (B, 1, H, D), or the parts and their statistics (`parts_of`); False where the kernel does not compile or load.
+) -> None:  # fmt: skip
+    """Write y (B, 1, H, D), or the parts and their statistics (`parts_of`).
 
     mask: uint8, the last axis contiguous, one line for all sequences or one each. factor: of scores, times log2 e.
     """
-    if not cuda.is_loadable(KERNEL, variant_of(problem), problem, q.get_device()):
-        return False
     window = k.window
     ring = (window.sinks, window.ring, window.residual, window.group) if problem.window else (0, 0, 0, 1)
     lines = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
     numbers = (q.stride(0), q.stride(1), lines, factor, k.shape[1], k.shape[2], v.shape[2], splits, *ring)
     operands = (q, k.codes, k.scale, k.zero, v.codes, v.scale, k.computed, v.computed, length, mask, *results)
     _launch(problem, q.shape[0] * k.shape[1] * splits, numbers).run(operands, q.get_device())
-    return True
+
+
+def add(
+    added: Parts,
+    parts: torch.Tensor,
+    stats: torch.Tensor,
+    length: torch.Tensor,
+    y: torch.Tensor,
+    splits: int,
+    window: Window,
+) -> None:
+    """Write y (B, 1, H, D): the sum of its parts, of which those behind the last token are not read."""
+    numbers = (splits, window.residual, window.group)
+    _add_launch(added, y.numel() // added.width, numbers).run((parts, stats, length, y), y.get_device())
+
+
+@lru_cache(maxsize=256)
+def _add_launch(added: Parts, programs: int, numbers: tuple[int, ...]) -> CudaLaunch:
+    shared, names = 4 * WARPS * added.width, ("parts", "stats", "length", "y")
+    return CudaLaunch(PARTS_KERNEL, PartsVariant(), added, names, programs, shared, ("3i4x", numbers))
 
 
 __all__ = [
     "KERNEL",
+    "PARTS_KERNEL",
+    "Parts",
     "Problem",
     "Variant",
+    "add",
     "attention",
     "launch",
     "problem_of",

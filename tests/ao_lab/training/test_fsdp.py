@@ -292,3 +292,16 @@ def test_a_rank_that_dies_leaves_a_checkpoint(place, tmp_path):
     assert "SIGKILL" in killed.stderr
     assert len(list(tmp_path.glob("step_*/.metadata"))) == (2 if place == "backward" else 1)
     check_on_ranks(CHECKPOINTS, tmp_path)
+
+
+def test_operations_that_write_are_counted_where_they_write():
+    """By whichever way they are dispatched: what was written has an old scale, what was read has not."""
+    read, written = (CastOnGather(torch.full((4, 4), float(n)), SCHEMES["fp8_tensorwise"]) for n in (1, 2))
+    assert written.mul_(2) is written
+    assert written.copy_(read) is written
+    torch._foreach_add_([written], [read])
+    assert (read.known.writes, written.known.writes >= 3) == (1, True)  # a list counts for all that are in it
+    assert torch.equal(written.dense, torch.full((4, 4), 2.0))
+    plain = torch.zeros(4, 4)
+    assert plain.add_(written) is plain
+    assert torch.equal(plain, written.dense)

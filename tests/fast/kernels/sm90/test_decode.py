@@ -15,6 +15,7 @@ from fast.kernels.attention.decode import LOG2E, kind_of
 from fast.kernels.attention.parts import parts_of
 from fast.kernels.attention.sm90_decode import KERNEL, Problem, splits_of, variant_of
 from reference.attention.attention import attention, attention_error_bound
+from reference.attention.window import ALL_STORED
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled
@@ -74,9 +75,7 @@ def attended(name, **device):
     problem = sm90_decode.problem_of(q, keys, kind_of(keys)[0], mask)
     at = StandIn(**device)
     y = at.empty((q.shape[0], 1, q.shape[1], q.shape[3]), q.dtype)
-    parts = None
-    if splits > 1:
-        parts = [at.empty(one.shape, one.dtype) for one in parts_of(y, splits)]
+    parts = [] if splits == 1 else [at.empty(one.shape, one.dtype) for one in parts_of(y, splits)]
     mask_bytes = None if mask is None else mask.view(torch.uint8)
     given = [
         q,
@@ -85,22 +84,16 @@ def attended(name, **device):
         *(t for x in (keys, values) for t in (x.codes, x.scale, x.zero, x.computed)),
     ]
     rules = (mask_bytes, q.shape[3] ** -0.5 * LOG2E, splits, (y, *(parts or (None, None))))
-    assert at.made(lambda: sm90_decode.launch(problem, q, keys, values, length, *rules), *given)
-    return y.transpose(1, 2).double() if parts is None else added(q, *parts, splits)
 
+    def attend():
+        sm90_decode.launch(problem, q, keys, values, length, *rules)
+        if parts:
+            added = sm90_decode.Parts(q.shape[3], problem.dtype, sm90_decode.span_of(problem))
+            window = keys.window if problem.window else ALL_STORED
+            sm90_decode.add(added, *parts, length, y, splits, window)
 
-def added(q, sums, stats, splits):
-    """As `combine_kernel` adds parts; those behind the last token are not written."""
-    batch, heads, _, width = q.shape
-    sums = sums.view(batch, heads, splits, width).double()
-    top, total = stats.view(batch, heads, splits, 2).double().unbind(-1)
-    live = ~stats.view(torch.int32).eq(stats.view(torch.int32).flatten()[-1]).view(
-        batch, heads, splits, 2
-    ).all(-1)
-    live[..., 0] = True
-    share = torch.exp2(torch.where(live, top, -torch.inf) - top[live].max())
-    sums = torch.where(live[..., None], sums, 0.0) * share[..., None]
-    return (sums.sum(2) / (torch.where(live, total, 0.0) * share).sum(2, keepdim=True))[:, :, None]
+    at.made(attend, *given)
+    return y.transpose(1, 2).double()
 
 
 def within(name, **device):
@@ -116,7 +109,7 @@ def within(name, **device):
     rules = {"causal": True, "mask": None if mask is None else mask[..., :tokens].numpy()}
     exact = attention(q, *held, out_dtype="float64", **rules)
     weights = str(q.dtype).removeprefix("torch.") if window.slots or not keys.scheme else "float16"
-    out = str(q.dtype).removeprefix("torch.") if CASES[name][8] == 1 else "float32"
+    out = str(q.dtype).removeprefix("torch.")
     bound = attention_error_bound(
         q, *held, weights=weights, out_dtype=out, products=2.0**-10 * (keys.axis == 2), **rules
     )
@@ -147,13 +140,35 @@ FAULTS = {
 }  # fmt: skip
 
 
+def right_of(kernel):
+    """Whether a case is right with a change of one of the two kernels' sources."""
+
+    def is_right(name, change=unchanged):
+        return within(name, change=lambda text: change(text) if f" {kernel}" in text else text)
+
+    return is_right
+
+
+#: Of what adds parts.
+PARTS_FAULTS = {
+    "a part of each warp is left out": ("int i = warp; i < live;", "int i = warp + WARPS; i < live;"),
+    "parts have equal shares": ("exponential(one.x - top)", "1.0f"),
+    "the first part alone": ("return max(1, (blocks + each - 1) / each);", "return 1;"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", PARTS_FAULTS)
+def test_the_emulator_sees_of_parts(fault):
+    require_nvrtc()
+    assert_seen(PARTS_FAULTS[fault], right_of("sm90_decode_parts"), ["channels", "int8"])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault):
     require_nvrtc()
-    assert_seen(
-        FAULTS[fault], lambda name, change=unchanged: within(name, change=change), ["channels", "open"]
-    )
+    assert_seen(FAULTS[fault], right_of("sm90_decode("), ["channels", "open"])
 
 
 def problem(kind, scales, **more):

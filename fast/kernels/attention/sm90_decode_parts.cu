@@ -1,0 +1,85 @@
+// The parts of a context that `sm90_decode` attended to, added: of each query sums by channel, the largest score, the sum of weights.
+// A program has one query; each of its warps takes every WARPS-th part, and reads several at a time.
+//
+// Defined: WIDTH, BF16 (of the result), BLOCK (tokens that parts are multiples of).
+
+typedef unsigned int u32;
+typedef long long i64;
+
+constexpr int WARPS = 4, OWN = WIDTH / 32;  // channels of a lane
+constexpr u32 ALL = 0xFFFFFFFF;
+
+struct Problem {
+  const float* parts;
+  const float2* stats;
+  const i64* length;
+  unsigned short* y;
+  int splits, residual, open;
+};
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
+
+__device__ __forceinline__ float exponential(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float share_of(float2 one, float top) {
+  return one.x == -infinity() ? 0.0f : exponential(one.x - top);
+}
+
+__device__ __forceinline__ unsigned short rounded(float x) {
+  u32 word;
+#if BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
+#endif
+  return static_cast<unsigned short>(word);
+}
+
+// Parts that have a token; the first one has those as computed.
+__device__ __forceinline__ int live_of(const Problem& p) {
+  const int count = int(*p.length), all = max(min(count - p.residual, count - count % p.open), 0);
+  const int blocks = (all + BLOCK - 1) / BLOCK, each = max(1, (blocks + p.splits - 1) / p.splits);
+  return max(1, (blocks + each - 1) / each);
+}
+
+extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const __grid_constant__ Problem p) {
+  extern __shared__ char memory[];
+  float* sums = reinterpret_cast<float*>(memory);  // (WARPS, WIDTH)
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float2* stats = p.stats + i64(blockIdx.x) * p.splits;
+  const float* parts = p.parts + i64(blockIdx.x) * p.splits * WIDTH + lane * OWN;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int live = live_of(p);
+  float top = -infinity(), total = 0.0f, own[OWN] = {};
+  for (int i = lane; i < live; i += 32) top = fmaxf(top, stats[i].x);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  for (int i = lane; i < live; i += 32) {
+    const float2 one = stats[i];
+    total = __fmaf_rn(one.y, share_of(one, top), total);
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
+#pragma unroll 8
+  for (int i = warp; i < live; i += WARPS) {
+    const float share = share_of(stats[i], top);
+#pragma unroll
+    for (int c = 0; c < OWN; c += 2) {
+      const float2 x = *reinterpret_cast<const float2*>(parts + i64(i) * WIDTH + c);
+      own[c] = __fmaf_rn(x.x, share, own[c]), own[c + 1] = __fmaf_rn(x.y, share, own[c + 1]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < OWN; c++) sums[warp * WIDTH + lane * OWN + c] = own[c];
+  __syncthreads();
+  for (int c = threadIdx.x; c < WIDTH; c += 32 * WARPS) {
+    float sum = sums[c];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) sum += sums[w * WIDTH + c];
+    p.y[i64(blockIdx.x) * WIDTH + c] = rounded(sum / (total == 0.0f ? 1.0f : total));
+  }
+}
