@@ -1,7 +1,8 @@
-"""`torchrun --standalone --nproc-per-node 2 --max-restarts 20 -m experiments.distributed [--only NAME] [--seconds S] [--out
-DIR]`, or without torchrun `python -m experiments.distributed --ranks 2`: cases of several ranks, a row each as it comes.
+"""`torchrun --standalone --nproc-per-node 2 -m experiments.distributed [--only NAME] [--seconds S] [--out DIR]`, or without
+torchrun `python -m experiments.distributed --ranks 2`: cases of several ranks, a row each as it comes.
 
-The exit code is 1 where a case failed. `ao-lab reproduce distributed` runs the same, and writes pages."""
+The exit code is 1 where a case failed. `ao-lab reproduce distributed` runs the same, and writes pages. Of torchrun's processes
+the first starts the ranks, as many as torchrun was asked for, and starts them again behind a case that ends them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 
 from experiments.distributed.cases import Case, chosen
 from experiments.distributed.launch import launch
-from experiments.distributed.ranks import Plan, failed, run_rank
+from experiments.distributed.ranks import STARTED, Plan, failed, run_rank
 from experiments.harness.paths import Paths, shown
 from experiments.runs.run import SCALES, settings_for
 
@@ -31,8 +32,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.writelines(f"{case.kind}: {case.name}: {case.expected}\n" for case in cases)
             return 0
         plan = plan_of(arguments, cases)
-        if "RANK" in os.environ:
+        if STARTED in os.environ:
             return run_rank(plan)
+        if os.environ.get("RANK", "0") != "0":
+            return 0  # the first of torchrun's processes starts ranks, and starts them again behind one that dies
         given = sys.argv[1:] if argv is None else argv
         code = launch(plan, arguments.ranks, given)
     except ValueError as error:
@@ -51,6 +54,10 @@ def plan_of(arguments: argparse.Namespace, cases: list[Case]) -> Plan:
     if device == "cuda" and torch.cuda.device_count() < ranks:
         found = torch.cuda.device_count()
         raise ValueError(f"{ranks} ranks take {ranks} GPUs, found {found}; use fewer ranks or --device cpu")
+    if os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks):
+        raise ValueError(
+            "ranks of one host only, which meet in a folder: torchrun --standalone --nproc-per-node N"
+        )
     if ranks < 2:
         raise ValueError(
             f"cases are of two and more ranks, got {ranks}; --ranks 2, or --nproc-per-node 2 of torchrun"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from experiments.distributed.ranks import FAILED, GRACE, PATIENCE, RESTARTS, Plan, failed, take_over
+from experiments.distributed.ranks import FAILED, GRACE, PATIENCE, STARTED, Plan, failed, take_over
 from experiments.harness.rows import ROOT
 
 #: How often ranks are started at most.
@@ -23,9 +23,10 @@ def launch(plan: Plan, ranks: int, arguments: Sequence[str], look: Callable[[], 
     look is called about twice a second. RuntimeError where ranks end before any case begins.
     """
     plan.begin()
-    for start in range(STARTS):
+    take_over(plan, ranks)  # folders of a run that was killed
+    for _ in range(STARTS):
         before = len(plan.left(ranks))
-        codes = watch(started(ranks, arguments, start), look)
+        codes = watch(started(ranks, arguments), look)
         take_over(plan, ranks, codes)
         look()
         left = plan.left(ranks)
@@ -38,10 +39,10 @@ def launch(plan: Plan, ranks: int, arguments: Sequence[str], look: Callable[[], 
     raise RuntimeError(f"ranks were started {STARTS} times, and {len(plan.left(ranks))} cases are left")
 
 
-def started(ranks: int, arguments: Sequence[str], start: int) -> list[subprocess.Popen[bytes]]:
+def started(ranks: int, arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     """The processes of the cases."""
     package = __name__.rpartition(".")[0]
-    return processes(ranks, [sys.executable, "-m", package, *arguments], {RESTARTS: str(start + 1)})
+    return processes(ranks, [sys.executable, "-m", package, *arguments], {STARTED: "1"})
 
 
 def processes(
@@ -53,9 +54,7 @@ def processes(
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), **variables}
     # The store of torchrun's own agent is that of another group.
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_USE_AGENT")
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     return [
         subprocess.Popen(
             list(command),

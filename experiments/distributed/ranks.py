@@ -3,8 +3,8 @@
 Ranks of one host tell each other in files of a folder how a case ended, so that no word of it depends on the collective that
 may hang. A rank that failed waits for the others; these end where they have not followed within `GRACE` seconds, or where a
 case takes longer than its limit: a thread ends the process, whatever it waits for. The first rank writes rows as cases end,
-and before a case begins its name into a file: what began and has no row has ended its ranks, and the next ones write that
-down and go on behind it. So does torchrun (`--max-restarts`), and so does `experiments.distributed.launch`.
+and before a case begins its name into a file: what began and did not end has ended its ranks; that is written down, and the
+next ones go on behind it (`experiments.distributed.launch`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ EXPERIMENT = "distributed"
 #: Seconds that ranks have to follow one that failed, and by which the slowest of them may be late.
 GRACE, PATIENCE = 5.0, 20.0
 POLL = 0.05
-#: How torchrun counts that it started ranks again.
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+#: The variable by which a process knows that `launch` started it.
+STARTED = "AO_LAB_DISTRIBUTED_RANK"
 #: Folders in which ranks meet, files in which they say why they end, and what is said where there is none.
 FOLDER, ENDED = ".ranks-", "ended."
 NO_ANSWER, BEGAN = "error: a rank died", "error: it began, and did not end"
@@ -140,11 +140,7 @@ def take_over(plan: Plan, ranks: int, codes: Sequence[int] = ()) -> None:
 
 
 def joined(device: str, folder: Path, longest: float) -> Rank:
-    """This process as a rank of the group that torchrun's variables name; ValueError for ranks of several hosts."""
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
-        raise ValueError(
-            "ranks of one host only: torchrun --standalone --nproc-per-node N; they meet in a folder"
-        )
+    """This process as a rank of the group that torchrun's variables name."""
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     where = torch.device(device, local) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -164,10 +160,6 @@ def joined(device: str, folder: Path, longest: float) -> Rank:
 def run_rank(plan: Plan) -> int:
     """Run all cases that have no rows yet; the exit code of this process."""
     longest = max((limit_of(case, plan.settings.device) for case in plan.cases), default=0.0)
-    if os.environ["RANK"] == "0":  # before others meet here
-        if not int(os.environ.get(RESTARTS, "0")):
-            plan.begin()
-        take_over(plan, int(os.environ["WORLD_SIZE"]))
     rank = joined(plan.settings.device, plan.out, longest)
     meeting, cases = Meeting(rank), {case.name: case for case in plan.cases}
     names = plan.left(rank.size)

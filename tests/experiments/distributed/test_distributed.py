@@ -20,15 +20,7 @@ def said(out, *arguments, torchrun=False):
     """Exit code, and how each case ended by name."""
     start = [sys.executable, "-m"]
     if torchrun:
-        start += [
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "--max-restarts",
-            "9",
-            "-m",
-        ]
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*start, "experiments.distributed", "--out", str(out), "--device", "cpu", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
