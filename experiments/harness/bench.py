@@ -29,6 +29,7 @@ from ao_lab.measure.turns import (
     first_again,
     in_rounds,
     in_turn,
+    interleaved,
     prepare,
     summary,
 )
@@ -145,6 +146,15 @@ def host_times(
                 found[name].append((clock() - started) / batch)
     sync()
     return {name: float(np.median(times)) for name, times in found.items()}
+
+
+def copy_rate(watch: Watch, elements: int, device: str, plan: Plan) -> float:
+    """Bytes a second that a copy of so many float32 elements reads and writes."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    # A kernel: the copy engines of a GPU are slower than its multiprocessors.
+    span = prepare(watch, [lambda: torch.neg(source, out=target)], plan)
+    return 8 * elements / summary(interleaved(watch, {"copy": span}, plan)["copy"]).median
 
 
 #: Side of the products that say what the matrix units do, and bytes of the copy.

@@ -75,6 +75,7 @@ LIMITED = (
     "generate",
     "qat_overhead",
     "optimizers",
+    "kv_cache",
     "prefill_attention",
     "ladder",
     "loka",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
+from experiments.kv_cache import speed_page
 from experiments.kv_cache.needle import METHODS
 from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SUMS, UNLIKE
 from experiments.models.causal_lm import REAL
@@ -77,7 +78,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
                 for method in best[1].methods
             ]
             words.append(f"Perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}.")
-    return words
+    return words + speed_page.findings(rows)
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -100,7 +101,12 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             for kind in kinds(rows)
             for where, results in by_run(rows, kind).items()
         ),
+        *speed_page.sections(rows),
     ]
+
+
+#: Times that are to be reached.
+targets_by_run = speed_page.targets_by_run
 
 
 def sums_section(where: Where, results: Results) -> Section:

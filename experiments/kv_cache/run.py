@@ -6,6 +6,9 @@ FP8 operands: in one chain over the context, and in chains of 128 tokens that ar
 **needle** (`NEEDLE`): a small attention model trained here, asked for one token among many (`experiments.kv_cache.needle`),
 from caches in low precision and by FP8 sums: how many needles are found, and how many answers are not those of exact sums.
 
+**speed** (`SPEED`): one layer of decode attention by recipe and by peers (`experiments.kv_cache.speed`). **generate**, **step**
+(`GENERATE`, `STEP`): a token of a whole model (`experiments.kv_cache.generation`).
+
 **A real model** (`real NAME`): every token of a window is predicted from a cache of ours, token by token as decoding would: the
 first token fills the cache, all others attend to what is stored, their own keys and values too. Changes are paired with the
 model's own predictions; standard errors are over documents.
@@ -14,8 +17,8 @@ model's own predictions; standard errors are over documents.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,13 +30,17 @@ import reference
 from ao_lab.eval import measured
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
+from ao_lab.measure.turns import watch_of
 from experiments.data.texts import TextWindows
+from experiments.harness.bench import copy_rate
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
+from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name
+from experiments.kv_cache import generation, speed
 from experiments.kv_cache.needle import METHODS, Plan, asked, trained
 from experiments.models.causal_lm import REAL, Bench, RealModel, values_of
 from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import Settings, all_rows, published_shapes
 from reference.attention.attention import attention
 
 EXPERIMENT = "kv_cache"
@@ -51,14 +58,12 @@ CHAINS = {"one chain": None, "chains of 128 tokens": 128}
 STORED = {"quick": ("fp8", "int4"), "full": tuple(RECIPES)}
 LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
+#: What `--only` names beside recipes: parts, of a run on real models the first three alone.
+REAL_MODELS = "models"
+PARTS = (SUMS, NEEDLE, REAL_MODELS, speed.SPEED, generation.GENERATE, generation.STEP)
+check_parts = partial(check_known, EXPERIMENT, (*PARTS, *RECIPES))
 #: Which tokens of a window are predicted: all, or the last quarter, which sees the longest context.
 ALL, LAST = "all positions", "last quarter"
-
-
-def check_parts(names: Sequence[str]) -> None:
-    """ValueError: there are none."""
-    if names:
-        raise ValueError(f"kv_cache has no parts, got {', '.join(names)}; leave --only out")
 
 
 def subject(settings: Settings) -> str:
@@ -67,23 +72,102 @@ def subject(settings: Settings) -> str:
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """All rows; those in the journal are not measured again."""
+    """Rows of the parts and recipes that `settings.only` names, or of all; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    _sums(replace(settings, device="cpu"), journal)
-    _needle(replace(settings, device="cpu"), journal)
-    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
+    check_parts(settings.only)
+    own = replace(settings, device="cpu")
+    parts: dict[str, Callable[[], list[Row]]] = {
+        SUMS: partial(_sums, own, journal), NEEDLE: partial(_needle, own, journal),
+        REAL_MODELS: partial(run_models, EXPERIMENT, settings, journal, measure_model),
+    }  # fmt: skip
+    if settings.asked is None:
+        timed = Timed(settings, journal, Deadline(settings.seconds))
+        parts |= {speed.SPEED: timed.speed, generation.GENERATE: timed.generate, generation.STEP: timed.step}
+    named = [part for part in parts if part in settings.only] or list(parts)
+    failed = [row for part in named for row in parts[part]()]
+    return all_rows(settings, journal, failed)
 
 
-def _sums(settings: Settings, journal: Journal) -> None:
+def chosen(settings: Settings, recipes: Sequence[str]) -> list[str]:
+    """Of these recipes those that `settings.only` names, or all where it names none."""
+    named = [name for name in settings.only if name in RECIPES]
+    return [name for name in recipes if not named or name in named]
+
+
+@dataclass
+class Timed:
+    """The parts that are times; each returns rows of what failed."""
+
+    settings: Settings
+    journal: Journal
+    deadline: Deadline
+
+    @property
+    def scaled(self) -> str:
+        """The key of sizes: those of a GPU at full scale, or small ones."""
+        return "cuda" if published_shapes(self.settings) else "cpu"
+
+    def missing(self, kind: str, data: str, setting: str, names: Sequence[str]) -> list[str]:
+        """Methods that the journal lacks."""
+        table, seed = table_name(kind, self.settings.scale, data), self.settings.seed
+        return [name for name in names if not self.journal.finished(table, setting, name, seed)]
+
+    def keep(
+        self, failed: list[Row], kind: str, data: str, setting: str, method: str, values: Values
+    ) -> None:
+        """Rows of a method, into the journal or among those that failed."""
+        keep(self.journal, failed, self.settings.rows(EXPERIMENT, kind, data, setting, method, values))
+
+    def speed(self) -> list[Row]:
+        """Sizes one by one, each with all its methods in turn."""
+        failed: list[Row] = []
+        device, sizes, heads = self.settings.device, speed.SIZES[self.scaled], speed.HEADS[self.scaled]
+        recipes, rate = chosen(self.settings, speed.RECIPES_OF[self.scaled]), 0.0
+        with bar("decode attention", len(sizes)) as step:
+            for size in sizes:
+                if self.missing(speed.SPEED, speed.DATA, size.name, recipes) and self.deadline.left() > 0:
+                    rate = rate or copy_rate(
+                        watch_of(device), 2 ** (28 if device == "cuda" else 20), device, speed.PLANS[device]
+                    )
+                    for name, values in speed.measure(size, heads, device, rate, recipes).items():
+                        self.keep(failed, speed.SPEED, speed.DATA, size.name, name, values)
+                step(size.name)
+        return failed
+
+    def generate(self) -> list[Row]:
+        """transformers' `generate()`, a recipe after the other."""
+        failed: list[Row] = []
+        case, kind, data = generation.GENERATED[self.scaled], generation.GENERATE, generation.DATA
+        recipes = self.missing(kind, data, case.setting, chosen(self.settings, speed.RECIPES_OF[self.scaled]))
+        if recipes and self.deadline.left() > 0:
+            with bar("generate()", len(recipes) + 1) as step:
+                for name, values in generation.generated(case, self.settings.device, recipes, self.deadline):
+                    self.keep(failed, kind, data, case.setting, name, values)
+                    step(name)
+        return failed
+
+    def step(self) -> list[Row]:
+        """A step of a whole model over a long context, all methods in turn."""
+        failed: list[Row] = []
+        case, kind, data = generation.STEPPED[self.scaled], generation.STEP, generation.DATA
+        recipes = chosen(self.settings, speed.RECIPES_OF[self.scaled])
+        if self.missing(kind, data, case.setting, recipes) and self.deadline.left() > 0:
+            for name, values in generation.stepped(case, self.settings.device, recipes).items():
+                self.keep(failed, kind, data, case.setting, name, values)
+        return failed
+
+
+def _sums(settings: Settings, journal: Journal) -> list[Row]:
     table = table_name(SUMS, settings.scale, DATA)
     for tokens in CONTEXTS[settings.scale]:
         for method, promote in CHAINS.items():
             if not journal.finished(table, str(tokens), method, settings.seed):
                 values: Values = {ERROR: (sum_error(tokens, promote, settings.seed), "")}
                 journal.add(settings.rows(EXPERIMENT, SUMS, DATA, str(tokens), method, values))
+    return []
 
 
-def _needle(settings: Settings, journal: Journal) -> None:
+def _needle(settings: Settings, journal: Journal) -> list[Row]:
     table = table_name(NEEDLE, settings.scale, HAYSTACK)
     count, each = ASKED[settings.scale]
     places = [
@@ -97,6 +181,7 @@ def _needle(settings: Settings, journal: Journal) -> None:
         said = asked(models, tokens, method, each, settings.seed)
         values: Values = {FOUND: (100 * said.found, "%"), UNLIKE: (100 * said.unlike, "%")}
         journal.add(settings.rows(EXPERIMENT, NEEDLE, HAYSTACK, str(tokens), method, values))
+    return []
 
 
 def sum_error(tokens: int, promote: int | None, seed: int = 0) -> float:
@@ -127,7 +212,7 @@ class FromCache(nn.Module):
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    asked, recipes, failed = asked_of(settings), STORED[settings.scale], list[Row]()
+    asked, recipes, failed = asked_of(settings), chosen(settings, STORED[settings.scale]), list[Row]()
     size = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
     texts = texts_of(settings)[: 1 if settings.scale == "quick" else None]
     bench = Bench.of(model, texts, *size, settings.device)
@@ -162,4 +247,4 @@ def predicted(bench: Bench, windows: TextWindows, recipe: str) -> Values:
     return {**values_of(sums, windows), "bytes a token": (settings.bytes_per_token, "B")}
 
 
-__all__ = ["run", "subject"]
+__all__ = ["PARTS", "check_parts", "run", "subject"]

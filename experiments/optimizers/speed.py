@@ -18,7 +18,7 @@ import torch
 
 from ao_lab import optim
 from ao_lab.measure.turns import Plan, Span, Watch, in_turn, interleaved, prepare, summary, watch_of
-from experiments.harness.bench import repeated
+from experiments.harness.bench import copy_rate, repeated
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Values, attempt, kernel, status
 
@@ -136,7 +136,7 @@ def measure(shape: Shape, device: str) -> Mapping[str, Values]:
         results[name] = attempt(partial(_begin, method, ps, made))
         if made and "status: ok" in results[name]:
             steps[name] = made[0].step
-    rate = _copy_rate(watch, shape, device)
+    rate = copy_rate(watch, shape.elements, device, plan)
     for graph in (True, False) if device == "cuda" else (False,):
         some = {name: step for name, step in steps.items() if not graph or METHODS[name].graph}
         spans = {
@@ -170,15 +170,6 @@ def _launches(watch: Watch, step: Callable[[], Any], plan: Plan) -> Span:
     once = max(min(watch.seconds([step] * 3)), 1e-9)
     count = max(1, min(math.ceil(plan.span / once), plan.most_calls))
     return Span(count, in_turn([step] * count), in_turn([step] * count))
-
-
-def _copy_rate(watch: Watch, shape: Shape, device: str) -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.randn(shape.elements, device=device)
-    target = torch.empty_like(source)
-    span = _launches(watch, lambda: torch.neg(source, out=target), PLANS[device])
-    times = interleaved(watch, {"copy": span}, PLANS[device], graph=False)
-    return 8 * shape.elements / summary(times["copy"]).median
 
 
 __all__ = ["FLOOR", "GRAPH", "METHODS", "SHAPES", "SPEED", "TIME", "measure", "methods_of"]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
+from experiments.kv_cache.decode_attention import Size
 from experiments.models.causal_lm import REAL
 from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORST
+from experiments.prefill_attention.speed import COSINE as COSINE_OF_LAST
+from experiments.prefill_attention.speed import GRAPH, PEERS, QUANTIZATION, RATE, SPEED, TIME
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.plots import dots
+from experiments.report.plots import curves, dots
 from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import RunTargets, limit_of
 
 EXPERIMENT = "prefill_attention"
 TITLE = "Attention in 8 bits"
@@ -39,6 +43,15 @@ ERRORS = {COSINE: ("cosine", 5), COSINE + WORST: ("worst layer's", 5), NORM: ("n
 METRICS = {"perplexity, change": ("perplexity (%)", 3), "loss, standard error of the change": ("its error (nat)", 5),
            "KL": ("KL (nat)", 5), "same first choice": ("same first choice (%)", 2)}  # fmt: skip
 
+SPEED_TEXT = (
+    "Causal attention of a prompt on random states, microseconds, all methods in turn, as CUDA graphs and launched one by one; "
+    "quantization is in every call, and beside it alone. Speed is of graphs.",
+)
+OVER = "speed over SDPA"
+TIMES = {f"{TIME}{GRAPH}": ("CUDA graph (us)", 0), TIME: ("launched (us)", 0),
+         f"{QUANTIZATION}{TIME}{GRAPH}": ("quantization alone (us)", 0), RATE: ("TFLOP/s", 0),
+         COSINE_OF_LAST: ("cosine", 5)}  # fmt: skip
+
 
 def kinds(rows: Sequence[Row]) -> list[str]:
     """Kinds of tables of real models."""
@@ -60,7 +73,59 @@ def findings(rows: Sequence[Row]) -> list[str]:
             words.append(f"Norm of the error on {name} ({where}): {errors}.")
         if changes:
             words.append(f"Perplexity of {name} ({where}): {changes}.")
+    best_speed = best_run(by_run(rows, SPEED))
+    if best_speed is not None and best_speed[0].scale != "quick":
+        setting = best_speed[1].settings[-1]
+        parts = [f"{name} {number(value, 2)}" for name, value in speeds(best_speed[1], setting).items()]
+        words.append(f"Speed over SDPA's best at {setting} tokens ({best_speed[0]}): {', '.join(parts)}.")
     return words
+
+
+def speeds(results: Results, setting: str) -> dict[str, float]:
+    """How many times as quick as the quickest of torch's backends each recipe is, in CUDA graphs."""
+    times = {name: results.value(setting, name, f"{TIME}{GRAPH}") for name in results.methods}
+    best = min((us for name, us in times.items() if name in PEERS and us is not None), default=None)
+    return {name: best / us for name, us in times.items() if best and us and name not in PEERS}
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """The quickest recipe of each size, at full scale."""
+    limit = limit_of(EXPERIMENT, "any", OVER)
+    return [
+        RunTargets(
+            where,
+            [
+                limit.target(f"quickest recipe: {OVER}, {Size.of(setting).tokens} tokens", max(found.values()), unit="x",
+                             value_format=".2f", limit_format=".2f", day=results.day(setting, next(iter(found))))
+                for setting in results.settings
+                if (found := speeds(results, setting))
+            ],
+            "prefill attention",
+        )
+        for where, results in by_run(rows, SPEED).items()
+        if where.scale != "quick"
+    ]  # fmt: skip
+
+
+def speed_section(where: Where, results: Results) -> Section:
+    """A picture of speeds over the context, and a table of times."""
+    lines = [
+        [
+            setting, name, *(number(results.value(setting, name, metric), digits) for metric, (_, digits) in TIMES.items()),
+            number(speeds(results, setting).get(name), 2),
+        ]
+        for setting in results.settings
+        for name in results.methods
+    ]  # fmt: skip
+    columns = ["sequences x tokens", "method", *(title for title, _ in TIMES.values()), "over SDPA's best"]
+    drawings = []
+    recipes = [name for name in results.methods if name not in PEERS]
+    over = {name: [speeds(results, setting).get(name) for setting in results.settings] for name in recipes}
+    if any(value is not None for values in over.values() for value in values):
+        figure = curves(over, f"sequences x tokens: {', '.join(results.settings)}", OVER, base=1.0)
+        title = "Speed of causal attention in 8 bits over torch's best, quantization included."
+        drawings.append(Drawing(f"prefill-attention-speed-{where.ending}", title, figure))
+    return Section(f"Speed ({where})", SPEED_TEXT, drawings, [Table("A call", columns, lines, results.rows)])
 
 
 def _said(results: Results, setting: str, metric: str, factor: float, digits: int) -> str:
@@ -81,8 +146,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Models, run by run: errors, then predictions."""
-    return [
+    """Models, run by run: errors, then predictions; then times."""
+    models = [
         made
         for kind in kinds(rows)
         for where, results in by_run(rows, kind).items()
@@ -92,6 +157,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         )
         if made.tables[0].lines
     ]
+    return models + [speed_section(where, results) for where, results in by_run(rows, SPEED).items()]
 
 
 def error_section(name: str, where: Where, results: Results) -> Section:

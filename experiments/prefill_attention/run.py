@@ -7,12 +7,13 @@ layers and the worst of them. Recipes of which one step is left out say what the
 **Predictions** (`ALL`): every token of the windows, with the model's attention replaced, beside its own predictions; standard
 errors are over documents.
 
-Speed is measured by `tests/gpu/attention/prefill.py`.
+**Speed** (`SPEED`): what a call takes beside torch's (`experiments.prefill_attention.speed`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +28,9 @@ from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, 
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import REAL, Bench, RealModel, quality
+from experiments.prefill_attention import speed
 from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import Settings, all_rows, published_shapes
 from fast.attention.quantized import quantized_attention
 from reference.attention.attention import attention
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe
@@ -49,7 +51,10 @@ COMPARED = {"quick": ("int8", "fp8", "int8, neither"), "full": tuple(VARIANTS)}
 LAYERS = {"quick": 10, "full": 1}
 LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
-check_parts = partial(check_known, EXPERIMENT, tuple(VARIANTS))
+#: What `--only` names beside recipes; a run on real models has the first alone.
+REAL_MODELS = "models"
+PARTS = (REAL_MODELS, speed.SPEED)
+check_parts = partial(check_known, EXPERIMENT, (*PARTS, *VARIANTS))
 COSINE, NORM = "cosine", "norm of the error"
 WORST = ", worst layer"
 
@@ -60,9 +65,41 @@ def subject(settings: Settings) -> str:
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """All rows; those in the journal are not measured again."""
+    """Rows of the parts and recipes that `settings.only` names, or of all; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
+    check_parts(settings.only)
+    parts = PARTS[:1] if settings.asked is not None else PARTS
+    named, failed = [part for part in parts if part in settings.only] or list(parts), list[Row]()
+    if speed.SPEED in named:
+        failed += _speed(settings, journal)
+    if REAL_MODELS in named:
+        failed += run_models(EXPERIMENT, settings, journal, measure_model)
+    return all_rows(settings, journal, failed)
+
+
+def chosen(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Of these recipes those that `settings.only` names, or all where it names none."""
+    asked = [name for name in settings.only if name in VARIANTS]
+    return [name for name in names if not asked or name in asked]
+
+
+def _speed(settings: Settings, journal: Journal) -> list[Row]:
+    """Sizes one by one, each with all its methods in turn; rows of what failed."""
+    failed, deadline = list[Row](), Deadline(settings.seconds)
+    key = "cuda" if published_shapes(settings) else "cpu"
+    table, recipes = (
+        table_name(speed.SPEED, settings.scale, speed.DATA),
+        chosen(settings, tuple(ATTENTION_RECIPES)),
+    )
+    with bar("prefill attention", len(speed.SIZES[key])) as step:
+        for size in speed.SIZES[key]:
+            known = all(journal.finished(table, size.name, name, settings.seed) for name in recipes)
+            if not known and deadline.left() > 0:
+                for name, values in speed.measure(size, speed.HEADS[key], settings.device, recipes).items():
+                    rows = settings.rows(EXPERIMENT, speed.SPEED, speed.DATA, size.name, name, values)
+                    keep(journal, failed, rows)
+            step(size.name)
+    return failed
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
@@ -74,7 +111,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
     tasks = [(ATTENTION, name, attended) for name in COMPARED[settings.scale]]
     tasks += [(ALL, name, predicted) for name in PREDICTED[settings.scale]]
-    tasks = [task for task in tasks if not settings.only or task[1] in settings.only]
+    tasks = [task for task in tasks if chosen(settings, [task[1]])]
     with bar(tables.kind, len(bench.windows) * len(tasks)) as step:
         for windows, (setting, name, work) in itertools.product(bench.windows, tasks):
             place = Place(setting, name, settings.seed)

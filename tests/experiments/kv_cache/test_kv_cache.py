@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 from experiments.data import texts
 from experiments.harness.rows import Journal, Row
-from experiments.kv_cache import needle, page, run
+from experiments.kv_cache import decode_attention, generation, needle, page, run, speed, speed_page
+from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST
 from experiments.runs.run import RealModels, settings_for
 
@@ -91,3 +93,100 @@ def test_page():
     )
     assert "fp8 0.05%" in found[2]
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
+
+
+def test_decode_attention_is_timed_and_what_is_missing_or_fails_says_so(monkeypatch):
+    def broken(q, held):
+        raise ValueError("no call")
+
+    peers = {**speed.PEERS, "broken": broken, "absent": broken}
+    monkeypatch.setattr(speed, "PEERS", peers)
+    monkeypatch.setattr(speed, "NEEDS", {"absent": "no_such_package"})
+    monkeypatch.setattr(speed, "ON_CPUS", (*speed.ON_CPUS, "broken", "absent"))
+    found = speed.measure(Size(1, 16), Heads(4, 2, 64), "cpu", 1e9, ("fp8",))
+    for name in ("fp8", *speed.ON_CPUS[:-2]):
+        assert found[name][speed.TIME][0] > 0
+    # A code a channel and a float32 scale a token, of keys and of values of two heads; at a byte a nanosecond.
+    assert found["fp8"][speed.FLOOR][0] == pytest.approx(2 * 2 * 16 * (64 + 4) / 1e3)
+    assert "status: missing: no_such_package is not installed" in found["absent"]
+    assert "status: error: ValueError: no call" in found["broken"]
+
+
+def test_every_peer_computes_the_attention_of_the_bfloat16_cache():
+    """Those of a CPU, and ours."""
+    torch.manual_seed(0)
+    heads, size = Heads(4, 2, 64), Size(2, 12)
+    held = decode_attention.filled(run.RECIPES["bfloat16"], size, heads, "cpu")
+    assert int(held.length) == 12
+    q = decode_attention.queries(size, heads, "cpu")
+    k, v = (x.codes.repeat_interleave(2, 1).float() for x in (held.keys, held.values))
+    expected = torch.softmax(q.float() @ k.mT * 64**-0.5, -1) @ v
+    made = [speed.PEERS[name](q, held)() for name in speed.ON_CPUS]
+    for y in (decode_attention.ours(q, held)(), made[0], made[1].transpose(1, 2)):
+        # Weights and results are rounded to bfloat16, 2^-9 of each.
+        assert (y.float() - expected).norm() < 2 * 2**-9 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("mine", "base", "expected"),
+    [([3, 3], [4, 5], 1024.0), ([6, 4], [4, 8], 1024 + 1024 / 3), ([3, 9], [4, 5], float("inf"))],
+)
+def test_break_even(mine, base, expected):
+    assert speed_page.break_even([1024, 2048], mine, base) == pytest.approx(expected)
+
+
+def test_times_as_parts_of_a_run(tmp_path, monkeypatch):
+    """Recipes that --only names alone; what the journal has is not measured again, and a deadline starts nothing."""
+    monkeypatch.setitem(speed.SIZES, "cpu", (Size(1, 16),))
+    small = replace(generation.GENERATED["cpu"], context=4, long=3, short=2)
+    monkeypatch.setitem(generation.GENERATED, "cpu", small)
+    monkeypatch.setitem(generation.STEPPED, "cpu", replace(generation.STEPPED["cpu"], context=70))
+    settings = replace(settings_for("quick", "cpu", tmp_path), only=("speed", "generate", "step", "fp8"))
+    journal = Journal()
+    assert run.run(replace(settings, seconds=-1.0), journal) == []
+    rows = run.run(settings, journal)
+    times = {(one.table.split("/")[0], one.method) for one in rows if one.metric == "time" and one.value > 0}
+    own = generation.OWN
+    assert times == {
+        ("speed", "fp8"), *(("speed", name) for name in speed.ON_CPUS), ("generate", own), ("generate", "fp8"),
+        ("step", own), ("step", "fp8"),
+    }  # fmt: skip
+    monkeypatch.setattr(speed, "measure", None)
+    monkeypatch.setattr(generation, "stepped", None)
+    monkeypatch.setattr(generation, "generated", None)
+    assert run.run(settings, journal) == rows
+    with pytest.raises(ValueError, match="unknown part 'fp9' of kv_cache"):
+        run.check_parts(["fp9"])
+
+
+def timed(kind, setting, method, metric, value):
+    return Row(experiment="kv_cache", table=f"{kind}/full/random", setting=setting, method=method, metric=metric, value=value,
+               unit="us", device="H200", seed=0)  # fmt: skip
+
+
+def test_the_page_of_times():
+    rows = [timed("speed", f"{batch} x {tokens}", method, "time", us * tokens / 1024)
+            for batch in (1, 64) for tokens in (1024, 8192) for method, us in (("bfloat16", 60.0), ("fp8", 30.0),
+                                                                               ("SDPA, flash", 50.0))]  # fmt: skip
+    case = generation.GENERATED["cuda"].setting
+    rows += [
+        timed("generate", case, method, "time", ms)
+        for method, ms in ((generation.OWN, 13.5), ("bfloat16", 3.0))
+    ]
+    attention, generated = page.sections(rows)
+    assert attention.tables[0].lines[0][:2] == ["1024", "60.0"]
+    assert attention.tables[-1].lines == [["1", "1024"], ["64", "1024"]]
+    assert next(one[3:5] for one in generated.tables[0].lines if one[1] == "bfloat16") == ["4.50", "1.00"]
+    assert "64 x 8192 tokens, us: bfloat16 480, fp8 240, SDPA, flash 400" in page.findings(rows)[0]
+    of_attention, of_models = page.targets_by_run(rows)
+    missed = {target.name for target in of_attention.targets if target.reached is False}
+    assert missed == {f"bfloat16, {batch} sequences: speed over the best peer, {tokens} tokens"
+                      for batch in (1, 64) for tokens in (1024, 8192)}  # fmt: skip
+    assert {target.name: target.reached for target in of_attention.targets} | dict.fromkeys(missed, True) == {
+        **{f"{name} at 64 x 8192": reached for name, reached in
+           (("bfloat16", True), ("fp8", True), ("int4", None), ("int4_tokens", None))},
+        **{f"{name}, {batch} sequences: speed over the best peer, {tokens} tokens": True
+           for name in ("bfloat16", "fp8") for batch in (1, 64) for tokens in (1024, 8192)},
+        "fp8: break-even with bfloat16, one sequence": True,
+    }  # fmt: skip
+    assert [target.reached for target in of_models.targets] == [True]

@@ -7,7 +7,8 @@ import torch
 
 from experiments.data import texts
 from experiments.harness.rows import Journal, Row
-from experiments.prefill_attention import page, run
+from experiments.kv_cache.decode_attention import Heads, Size
+from experiments.prefill_attention import page, run, speed
 from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORST
 from experiments.runs.run import RealModels, settings_for
 
@@ -53,3 +54,55 @@ def test_page():
     again = [replace(one, table=one.table.replace("text", "other")) for one in rows]
     drawn = [drawing.name for section in page.sections([*rows, *again]) for drawing in section.drawings]
     assert len(set(drawn)) == len(drawn) == 2
+
+
+def test_speed_is_a_part(tmp_path, monkeypatch):
+    """Recipes that --only names, beside torch's; the cosine is of what was computed."""
+    monkeypatch.setitem(speed.SIZES, "cpu", (Size(1, 40),))
+    settings, journal = replace(settings_for("quick", "cpu", tmp_path), only=("speed", "int8")), Journal()
+    rows = run.run(settings, journal)
+    found = {(one.method, one.metric): one.value for one in rows}
+    assert {method for method, _ in found} == {"SDPA, flash", "int8"}
+    assert found["int8", speed.TIME] > 0
+    assert 0.998 < found["int8", speed.COSINE] < found["SDPA, flash", speed.COSINE] <= 1 + 1e-6
+    assert speed.operations(Size(2, 3), Heads(4, 2, 8)) == 2 * 2 * 4 * 3 * 4 * 8
+    monkeypatch.setattr(speed, "measure", None)
+    assert run.run(settings, journal) == rows
+
+
+def test_the_page_of_times_misses_the_bar():
+    times = {"SDPA, cuDNN": 100.0, "SDPA, flash": 130.0, "int8": 80.0, "fp8": 90.0}
+    rows = [replace(row("1 x 8192", method, speed.TIME + speed.GRAPH, us), table="speed/full/normal-states", device="H200")
+            for method, us in times.items()]  # fmt: skip
+    assert page.speeds(speed_results(rows), "1 x 8192") == {"int8": 1.25, "fp8": pytest.approx(100 / 90)}
+    assert [target.reached for target in page.targets_by_run(rows)[0].targets] == [True]
+    slower = [replace(one, value=81.0) if one.method == "int8" else one for one in rows]
+    assert [target.reached for target in page.targets_by_run(slower)[0].targets] == [False]
+    (section,) = page.sections(rows)
+    assert next(line for line in section.tables[0].lines if line[1] == "int8")[-1] == "1.25"
+    assert "1 x 8192 tokens (H200, normal-states): int8 1.25, fp8 1.11" in page.findings(rows)[0]
+
+
+def speed_results(rows):
+    return next(iter(page.by_run(rows, speed.SPEED).values()))
+
+
+def test_a_tile_whose_call_outlasts_its_slice_has_a_time():
+    """On a watch that says five seconds for each call."""
+    pytest.importorskip("triton")
+    from tests.gpu.attention import prefill
+
+    class Slow(prefill.CudaWatch):
+        def __init__(self):
+            pass
+
+        def sync(self):
+            pass
+
+        def capture(self, calls):
+            return calls[0]
+
+        def seconds(self, calls, *, cold=False):
+            return [5.0] * len(calls)
+
+    assert prefill.timed(Slow(), lambda: None) == 5e6

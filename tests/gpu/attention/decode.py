@@ -1,17 +1,16 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
-    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes times sweep variants generate]
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes sweep variants]
         [--sizes 64x8192 1x32768] [--seconds 60] [--out FOLDER]
-        [--kinds base value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64]
+        [--kinds value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64]
 
 Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
 and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
-bits of a CPU. bits: kernels within `attention_error_bound` of reference, masks, several tokens, parts. times: one layer,
-32 query heads over 8 key heads of 128 channels, --sizes (sequences x tokens), CUDA graphs over as many caches as the
-second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep, variants: tiles of
-Triton's kernel and of that in CUDA C++. generate: transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context
-8192 (base: its own cache). A line a check or time,
-and rows in FOLDER/kv_cache.csv (else $OUT).
+bits of a CPU. bits: kernels within `attention_error_bound` of reference, masks, several tokens, parts. sweep, variants: tiles
+of Triton's kernel and of that in CUDA C++, of one layer, 32 query heads over 8 key heads of 128 channels, --sizes (sequences x
+tokens), in CUDA graphs over as many caches as the second-level cache cannot hold. A line a check or time, and rows in
+FOLDER/kv_cache.csv (else $OUT). Times by recipe beside other attention, and of `generate()`, are experiment `kv_cache`:
+`ao-lab reproduce kv_cache --scale full --only speed --only generate`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ from triton.runtime.errors import OutOfResources
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
-from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, signed, token_values
+from experiments.kv_cache.decode_attention import Heads, Size, Stored, rooms, several
+from fast.attention.stored import append_, computed_values, quantized_tokens, signed, token_values
 from fast.kernels.attention import decode, sm90_decode
 from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
 from tests.gpu.harness.lines import differs, say, write_rows
-from tests.gpu.harness.timing import captured, elapsed, several
+from tests.gpu.harness.timing import captured, elapsed
 
 KINDS: dict[str, KVRecipe] = {
     "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int4", "int4_tokens")},
@@ -52,19 +52,10 @@ def stored(kind: str, batch: int, length: int, room: int, kv: int = KV_HEADS, wi
     """Keys and values of random tokens, and what they are stored as."""
     k = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
     v = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
-    keys, values = rooms(kind, k, v, room)
+    keys, values = rooms(KINDS[kind], k, v, room)
     count = torch.zeros((), dtype=torch.int64, device="cuda")
     append_(keys, values, k, v, count, KINDS[kind].rotate)
     return k, v, keys, values, count
-
-
-def rooms(kind: str, k: torch.Tensor, v: torch.Tensor, room: int):
-    """Memory of a kind for tokens like these."""
-    recipe = KINDS[kind]
-    return [
-        room_for(x, room, scheme, axis=axis, window=recipe.window)
-        for x, scheme, axis in zip((k, v), recipe.schemes, recipe.axes, strict=True)
-    ]
 
 
 def writes(kinds: list[str]) -> None:
@@ -75,7 +66,7 @@ def writes(kinds: list[str]) -> None:
         held = {}
         for device in ("cpu", "cuda"):
             count = torch.zeros((), dtype=torch.int64, device=device)
-            keys, values = rooms(kind, k.to(device), v.to(device), 192)
+            keys, values = rooms(KINDS[kind], k.to(device), v.to(device), 192)
             for first, last in ((0, 50), *((at, at + 1) for at in range(50, 140))):
                 append_(
                     keys,
@@ -149,48 +140,10 @@ def graph_time(calls: list) -> float:
     return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
 
 
-def caches(kind: str, batch: int, length: int):
+def caches(kind: str, batch: int, length: int) -> tuple[int, list[Stored]]:
     """Bytes of a cache, and as many as the second-level cache cannot hold."""
-    size = sum(t.nbytes for x in stored(kind, batch, length, length)[2:4] for t in x.tensors())
-    return size, several(lambda: stored(kind, batch, length, length), size)
-
-
-def times(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
-    """Of one layer, by kind; torch's beside."""
-    for batch, length in sizes:
-        if time.monotonic() > deadline:
-            say("times", f"B{batch} {length} not reached", 0, "")
-            continue
-        q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for kind in kinds:
-            size, held = caches(kind, batch, length)
-            calls = [
-                lambda k=keys, v=values, n=count, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True)
-                for _, _, keys, values, count in held
-            ]
-            us = graph_time(calls)
-            say("times", f"B{batch} {length} {kind}", us, "us", TBps=round(size / us / 1e6, 3))
-            if kind == "value":
-                peers(batch, length, q, [(k, v) for k, v, *_ in held], size)
-            del held, calls
-            torch.cuda.empty_cache()
-
-
-def peers(batch: int, length: int, q: torch.Tensor, held: list, size: int) -> None:
-    """torch's attention over bfloat16 keys and values of this length."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-
-        def call(k, v, backend=backend):
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-        try:
-            us = graph_time([lambda k=k, v=v: call(k, v) for k, v in held])
-            say("times", f"B{batch} {length} {name}", us, "us", TBps=round(size / us / 1e6, 3))
-        except RuntimeError as error:
-            say("times", f"B{batch} {length} {name} refused: {str(error)[:60]}", 0, "")
+    held = several(KINDS[kind], Size(batch, length), Heads(HEADS, KV_HEADS, WIDTH), "cuda")
+    return held[0].nbytes, held
 
 
 #: Tokens of a step, warps and stages that are tried.
@@ -210,7 +163,7 @@ def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> No
     for kind, (batch, length) in itertools.product(kinds, sizes):
         q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         size, held = caches(kind, batch, length)
-        _, _, keys, values, count = held[0]
+        keys, values, count = held[0]
         if batch == 1:
             k, v = (
                 computed_values(x, token_values(x, length), count)
@@ -229,7 +182,7 @@ def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> No
             try:
                 us = graph_time([
                     lambda k=keys, v=values, n=count, p=plan, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True, p)
-                    for _, _, keys, values, count in held
+                    for keys, values, count in held
                 ])  # fmt: skip
             except OutOfResources as error:
                 print("sweep", kind, plan, str(error)[:80], flush=True)
@@ -242,66 +195,6 @@ def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> No
             say("sweep", f"{kind} B{batch} {length} {plan}", us, "us", **more)
         del held
         torch.cuda.empty_cache()
-
-
-def model_of(layers: int):
-    """Random weights at the shapes of Llama-3.1-8B."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-    return model
-
-
-def generate(
-    kinds: list[str],
-    deadline: float,
-    sizes: list[tuple[int, int]],
-    batch: int = 16,
-    context: int = 8192,
-    layers: int = 8,
-) -> None:
-    """Milliseconds a token of transformers' `generate()`, compiled, from two lengths of answers."""
-    import ao_lab
-
-    model = model_of(layers)
-    ids = torch.randint(3, 128000, (batch, context), device="cuda")
-    base = None
-    names = {"value": "bfloat16", "base": None}
-    for name in (names.get(kind, kind) for kind in kinds):
-        if time.monotonic() > deadline:
-            say("generate", f"{name} not reached", 0, "")
-            continue
-        torch._dynamo.reset()
-        ao_lab.use_kv_cache_(model, KINDS.get(name, name))
-        if hasattr(model, "_previous_max_cache_length"):
-            del model._previous_max_cache_length
-        implementation = {"cache_implementation": "static"} if name is None else {}
-
-        def run(new: int, more=implementation) -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            lengths = {"max_new_tokens": new, "min_new_tokens": new}
-            model.generate(ids, **lengths, do_sample=False, pad_token_id=0, **more)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
-
-        started = time.perf_counter()
-        run(72)  # compiles for this length of cache
-        first = time.perf_counter() - started
-        run(72)
-        long, short = run(72), min(run(8) for _ in range(2))
-        ms = (long - short) / 64 * 1000
-        base = ms if name is None else base
-        say("generate", f"{name or 'transformers sdpa static'} B{batch} {context} {layers} layers", ms, "ms a token",
-            speedup=round((base or ms) / ms, 3), first=round(first, 1))  # fmt: skip
 
 
 #: Tokens of a warp's step and programs of a multiprocessor of the kernel in CUDA C++ that are tried.
@@ -323,7 +216,7 @@ def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) ->
                 say("variants", f"{kind} B{batch} {length} not reached", 0, "")
                 break
             with mock.patch.object(sm90_decode, "variant_of", lambda _, v=variant: sm90_decode.Variant(*v)):
-                name, keys = decode.kind_of(held[0][2])[0], held[0][2]
+                name, keys = decode.kind_of(held[0].keys)[0], held[0].keys
                 splits = sm90_decode.splits_of(
                     sm90_decode.problem_of(q, keys, name, None), batch * KV_HEADS, length
                 )
@@ -331,7 +224,7 @@ def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) ->
                 rules = (WIDTH**-0.5 * decode.LOG2E, name, splits * more)
                 us = graph_time([
                     lambda k=k, v=v, n=count, q=q, rules=rules: sm90_decode.attention(q, k, v, n, None, *rules)
-                    for _, _, k, v, count in held
+                    for k, v, count in held
                 ])  # fmt: skip
             what = f"{kind} B{batch} {length} tile {variant[0]} resident {variant[1]} splits {splits * more}"
             say("variants", what, us, "us", TBps=round(size / us / 1e6, 3))
@@ -345,8 +238,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", default=["bits", "writes", "times", "sweep", "generate"])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=["base", *KINDS])
+    parser.add_argument("--part", nargs="+", default=["bits", "writes", "sweep"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--sizes", nargs="+", default=["64x8192", "1x32768"], help="sequences x tokens")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of each part, after which nothing new starts"
@@ -354,16 +247,13 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     asked = parser.parse_args()
     sizes = [(int(one.split("x")[0]), int(one.split("x")[1])) for one in asked.sizes]
-    parts = {"times": times, "sweep": sweep, "variants": variants, "generate": generate}
+    parts = {"sweep": sweep, "variants": variants}
     for part in asked.part:
-        own = [kind for kind in asked.kinds if kind != "base"]
         try:
             if part in ("bits", "writes"):
-                {"bits": bits, "writes": writes}[part](own)
+                {"bits": bits, "writes": writes}[part](asked.kinds)
             else:
-                parts[part](
-                    asked.kinds if part == "generate" else own, time.monotonic() + asked.seconds, sizes
-                )
+                parts[part](asked.kinds, time.monotonic() + asked.seconds, sizes)
         finally:
             write_rows("kv_cache.csv", asked.out)
     return int(differs())
