@@ -19,6 +19,7 @@ from ao_lab.measure.turns import Plan, Span, Watch, interleaved, prepare, summar
 from experiments.harness.bench import repeated
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Values, attempt, kernel, status
+from experiments.harness.measuring import free as free_memory
 from experiments.kv_cache.decode_attention import (
     FLEX,
     NEEDS,
@@ -67,6 +68,8 @@ def refusal(size: Size, heads: Heads, recipes: Sequence[str], device: str) -> st
     if device != "cuda":
         return None
     tokens = size.batch * size.tokens
+    # What an earlier size has left would count as taken.
+    free_memory()
     names = {"bfloat16", *recipes}
     needed = tokens * sum(RECIPES[name].bytes_per_token(heads.keys, heads.width) for name in names)
     free = torch.cuda.mem_get_info()[0]
@@ -89,10 +92,13 @@ def measure(
         return dict.fromkeys(names, status(reason))
     watch, q = watch_of(device), queries(size, heads, device)
     spans: dict[str, Span] = {}
-    held = {
-        name: several(RECIPES[name], size, heads, device)
-        for name in {"bfloat16": 0, **dict.fromkeys(recipes)}
-    }
+    try:
+        held = {
+            name: several(RECIPES[name], size, heads, device)
+            for name in dict.fromkeys(["bfloat16", *recipes])
+        }
+    except torch.OutOfMemoryError as error:
+        return dict.fromkeys(names, status(f"error: {type(error).__name__}: {error}"))
     results = {
         name: _status_of(name) or attempt(partial(_begin, watch, q, held, name, PLANS[device], spans))
         for name in names
