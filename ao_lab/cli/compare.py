@@ -123,7 +123,7 @@ def run(
 
 
 def split(given: str) -> list[str]:
-    """Names with commas between, outside of brackets and of options."""
+    """Names with commas between; one that holds a comma itself is given as an argument of its own."""
     return [name.strip() for name in given.split(",") if name.strip()]
 
 

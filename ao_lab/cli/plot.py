@@ -146,9 +146,11 @@ def plot_comparison(
 
 
 def check(out: Path) -> None:
-    """WrongInput where the figure could not be written, before it is drawn."""
+    """WrongInput where the figure could not be drawn or written, before anything is computed."""
+    from ao_lab.install.extras import check_extra
     from ao_lab.plot.style import FILES
 
+    check_extra("plot")
     if out.suffix not in FILES:
         raise WrongInput(f"--out {out}: the name of a figure's file ends in {', '.join(FILES)}")
     check_writable(out.parent, "the folder of --out")
@@ -158,10 +160,8 @@ def _write(
     out: Path, draw: Callable[[], Figure], description: str, as_json: bool, told: dict[str, Any] | None = None
 ) -> None:
     """Draw, write the file and say so."""
-    from ao_lab.install.extras import check_extra
     from ao_lab.plot.style import save
 
-    check_extra("plot")
     check(out)
     import matplotlib as mpl
 

@@ -24,7 +24,14 @@ from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
 from ao_lab.measure.compare import REFUSALS, USUAL, Given, configurations, describe
 from ao_lab.measure.evaluate import in_memory, name_of
-from ao_lab.measure.folders import check_folder, check_language_model, device_of
+from ao_lab.measure.folders import (
+    PROMPT,
+    check_folder,
+    check_generates,
+    check_language_model,
+    device_of,
+    evaluating,
+)
 from ao_lab.measure.generation import by_transformers
 from ao_lab.measure.times import OK, Benchmark, Timed
 from ao_lab.measure.turns import (
@@ -55,8 +62,10 @@ EAGER, GRAPH, COMPILED = "eager", "CUDA graph", "compiled"
 PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
 #: Copies of a layer at most.
 COPIES = 8
-#: Tokens of a prompt, and calls of generate() that are timed.
-PROMPT, ROUNDS = 16, 5
+#: Calls of generate() that are timed.
+ROUNDS = 5
+#: Rows of what is not quantized, and the time of its first call once more, have these names.
+TAKEN = ("bfloat16", "float16", "float32", "float64", AGAIN)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -91,12 +100,14 @@ def benchmark(
     ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
     beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
     """
-    where = device_of(device)
+    where = device_of(device, model)
     products = [shape_of(one) for one in shapes]
     check_numbers(model, products, batch, new_tokens, compiled, where)
     wanted = configurations(USUAL if configs is None else configs)
     if folders := [name for name, one in wanted.items() if isinstance(one, Path)]:
         raise WrongInput(f"{folders[0]} is a folder; give it as the model, and no configurations")
+    if names := [name for name in wanted if name in TAKEN]:
+        raise WrongInput(f"{names[0]!r} is the name of a row of its own; give the configuration another name")
     ready = None if model is None else in_memory(model, where)
     stored = ready is not None and is_quantized(ready)
     if stored and configs is not None:
@@ -105,7 +116,8 @@ def benchmark(
         )
     dtype = torch.bfloat16 if ready is None else dtype_of(ready)
     work = Work(where, {name: partial(_quantize, config=one) for name, one in wanted.items()}, dtype)
-    rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
+    with on_device(where), nullcontext() if ready is None else evaluating(ready):
+        rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
     conditions = {
         "device": describe(where),
         "threads": torch.get_num_threads() if where == "cpu" else None,
@@ -117,6 +129,11 @@ def benchmark(
 
 def _quantize(module: nn.Module, config: Any) -> None:
     quantize_(module, config)
+
+
+def on_device(device: str) -> Any:
+    """A GPU is the current one inside, whose stream events are recorded on and whose graphs are captured."""
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 def shape_of(given: Sequence[int]) -> Shape:
@@ -152,6 +169,8 @@ def check_numbers(
         name_of(model)
     if isinstance(model, (str, Path)):
         check_folder(Path(model))
+    if model is not None and new_tokens:
+        check_generates(model, PROMPT + new_tokens)
 
 
 def is_quantized(model: nn.Module) -> bool:

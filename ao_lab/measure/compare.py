@@ -6,6 +6,7 @@ import copy
 import gc
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -28,7 +29,9 @@ from ao_lab.install.versions import __version__
 from ao_lab.measure.comparison import OK, Compared, Comparison
 from ao_lab.measure.evaluate import conditions_of, in_memory, name_of, source_of
 from ao_lab.measure.folders import (
+    PROMPT,
     check_folder,
+    check_generates,
     check_language_model,
     check_vocabulary,
     device_of,
@@ -58,8 +61,10 @@ BASE = "unquantized"
 FILE, TABLE, PICTURE, DARK = "comparison.json", "comparison.md", "comparison.svg", "comparison-dark.svg"
 #: Bytes of the unquantized model's logits that are kept; beyond, it predicts again for each configuration.
 KEPT = 1 << 30
-#: Tokens of the prompt, and calls of generate() that are timed.
-PROMPT, ROUNDS = 16, 3
+#: Calls of generate() that are timed.
+ROUNDS = 3
+#: generate() is not compiled, whatever the model's generation_config says.
+UNCOMPILED = {"disable_compile": True}
 #: Windows of a batch of calibration.
 BATCH = 8
 
@@ -109,12 +114,15 @@ def compare(
             f"new_tokens is 0 or more and calibration_windows at least 1, got {new_tokens} and {calibration_windows}"
         )
     check_model_folder(model)
-    where, (source, data) = device_of(device), texts_of(text, calibration, corpus)
+    if new_tokens:
+        check_generates(model, PROMPT + new_tokens)
+    where, (source, data) = device_of(device, model), texts_of(text, calibration, corpus)
     windows, reading = windows_for(model, tokenizer, source, limit, length)
     batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
     conditions = {
         **conditions_of(source, windows, reading),
         "weights": fingerprint(model),
+        "token_ids": digest_of([windows.ids, *(batches or ())]),
         "device": describe(where),
         "new_tokens": new_tokens,
         "methods": [repr(one) for one in asked],
@@ -230,8 +238,8 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     return [*told, f"Comparable with {source.compares}.".replace(" by --text FILE", " instead")]
 
 
-#: Elements of each parameter, and bytes at each end of each file, that tell weights apart.
-SAMPLED, ENDS = 64, 65536
+#: Elements of each parameter, and pieces of each file of so many bytes, that tell weights apart.
+SAMPLED, PIECES, PIECE = 64, 256, 4096
 
 
 def fingerprint(model: str | Path | nn.Module) -> str:
@@ -241,14 +249,29 @@ def fingerprint(model: str | Path | nn.Module) -> str:
         for name, parameter in model.named_parameters():
             flat = parameter.detach().reshape(-1)
             sample = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy()
-            found.update(name.encode() + sample.tobytes())
+            found.update(f"{name} {parameter.dtype}".encode() + sample.tobytes())
         return found.hexdigest()[:16]
     for path in sorted(Path(model).glob("*")):
         if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
-                found.update(path.name.encode() + str(path.stat().st_size).encode() + file.read(ENDS))
-                file.seek(max(0, path.stat().st_size - ENDS))
-                found.update(file.read(ENDS))
+                for start in range(0, size, max(PIECE, size // PIECES)):
+                    file.seek(start)
+                    found.update(file.read(PIECE))
+    return found.hexdigest()[:16]
+
+
+def made_from(config: object) -> str:
+    """What a row is made of, as text: another configuration, or a folder with other weights, is measured again."""
+    return f"{config} {fingerprint(config)}" if isinstance(config, Path) else repr(config)
+
+
+def digest_of(ids: Iterable[torch.Tensor]) -> str:
+    """What tells texts of one name apart: a hash of the tokens that are read."""
+    found = hashlib.sha256()
+    for one in ids:
+        found.update(str(tuple(one.shape)).encode() + one.cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -277,7 +300,7 @@ class Store:
         cls, model: str, conditions: dict[str, Any], wanted: Mapping[str, Any], folder: Path | None
     ) -> Store:
         """The store; ValueError for a folder with a comparison of another model or under other conditions."""
-        made_by = {BASE: "", **{name: repr(one) for name, one in wanted.items()}}
+        made_by = {BASE: "", **{name: made_from(one) for name, one in wanted.items()}}
         store = cls(model, json.loads(json.dumps(conditions)), made_by, folder)
         if folder is None:
             return store
@@ -325,7 +348,7 @@ def _strict(value: Any) -> Any:
         return {key: _strict(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(one) for one in value]
-    return None if isinstance(value, float) and not torch.isfinite(torch.tensor(value)) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Remembered(nn.Module):
@@ -340,7 +363,8 @@ class Remembered(nn.Module):
         key = ids.cpu().numpy().tobytes()
         if key in self.kept:
             return self.kept[key]
-        logits: torch.Tensor = self.model(ids).logits
+        made: Any = self.model(ids)
+        logits: torch.Tensor = getattr(made, "logits", made)
         if self.bytes + logits.nbytes <= KEPT:
             self.kept[key] = logits
             self.bytes += logits.nbytes
@@ -452,11 +476,14 @@ class Work:
         prompt, peak = self.windows.ids[:1, :PROMPT].to(device), Peak(device)
         both = [model] if model is base else [base, model]
         for one in both:
-            by_transformers(one, prompt, min(self.new_tokens, 4))
+            by_transformers(one, prompt, min(self.new_tokens, 4), **UNCOMPILED)
         peak.begin()
-        by_transformers(model, prompt, self.new_tokens)
+        by_transformers(model, prompt, self.new_tokens, **UNCOMPILED)
         over = peak.over()
-        times = [[by_transformers(one, prompt, self.new_tokens)[0] for one in both] for _ in range(ROUNDS)]
+        times = [
+            [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
+            for _ in range(ROUNDS)
+        ]
         return {
             "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
             "speed": median(one[0] / one[-1] for one in times),

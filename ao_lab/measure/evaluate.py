@@ -111,8 +111,8 @@ def evaluate(
     transformers; models of 256 tokens read bytes. text: "wikitext2" with `corpus`, the folder of the corpus prose; a file;
     None: the source of sympy. tasks: of "perplexity", "accuracy", "agreement" and "weights" (None: all that can be), and
     tasks of lm-evaluation-harness, of folders alone, with the options `harness`. limit: windows of text, and examples of each
-    task of the harness. length: tokens of a window; None: 512, or the model's context where that is shorter. device: None:
-    cuda where there is a GPU. progress: called with windows done and of how many.
+    task of the harness. length: tokens of a window; None: 512, or the model's context where that is shorter. device: of a
+    folder; None: cuda where there is a GPU. progress: called with windows done and of how many.
 
     Losses are means over windows, in nats per token, each with its standard error over windows. ValueError for what is not
     there, does not fit, or is longer than the model's context; nothing is read then.
@@ -122,7 +122,7 @@ def evaluate(
     for one in (model, against):
         if isinstance(one, (str, Path)):
             check_folder(Path(one))
-    where = device_of(device)
+    where = device_of(device, model)
     run = harness_of(model, foreign, harness or HarnessOptions())
     source = source_of(text, corpus) if local else None
     result = Evaluation(name, {}, None, {"device": where})
@@ -212,7 +212,7 @@ def _local(
         numbers["weights"] = weight_errors(ready, base)
     conditions = {
         **conditions_of(source, windows, reading),
-        "device": device if isinstance(model, (str, Path)) else str(next(ready.parameters()).device),
+        "device": device,
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
     return Evaluation(name_of(model), numbers, None if against is None else name_of(against), conditions)

@@ -7,7 +7,7 @@ dense ones by transformers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ BYTES = 256
 PROBE = "a"
 #: Tokens of a window where nothing else is said.
 LENGTH = 512
+#: Tokens of a prompt of generate(), which is timed.
+PROMPT = 16
 
 
 def without_model(folder: Path, writers: str) -> str:
@@ -87,12 +89,13 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Reading:
-    """How text becomes tokens: a function, its name, tokens that each window begins with, and the longest window."""
+    """How text becomes tokens: a function, its name, tokens that each window begins with, and the longest window (None: no
+    configuration says it)."""
 
     encode: Encode
     name: str
     beginning: dict[str, int]
-    longest: int
+    longest: int | None
 
 
 def windows_for(
@@ -104,11 +107,11 @@ def windows_for(
             f"--limit is at least 1 sequence and --length at least 2 tokens, got {limit} and {length}"
         )
     reading = reading_of(model, tokenizer)
-    if length is not None and length > reading.longest:
+    if length is not None and reading.longest is not None and length > reading.longest:
         raise WrongInput(
             f"--length {length}: the model takes at most {reading.longest} tokens (its context); give a shorter one"
         )
-    length = min(LENGTH, reading.longest) if length is None else length
+    length = min(LENGTH, reading.longest or LENGTH) if length is None else length
     try:
         return windows_of(
             source.text, reading.encode, length, limit, list(reading.beginning.values())
@@ -122,9 +125,8 @@ def reading_of(model: str | Path | nn.Module, tokenizer: Any) -> Reading:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise WrongInput("tokenizer= goes with a model in memory; a folder has its own")
-        return Reading(*encoder(Path(model)), longest(Path(model)))
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    most = context if isinstance(context, int) and context > 1 else LENGTH
+        return Reading(*encoder(Path(model)), context_of(fields_of(model)))
+    most = context_of(fields_of(model))
     if isinstance(tokenizer, (str, Path)):
         return Reading(*encoder(Path(tokenizer)), most)
     if tokenizer is None:
@@ -157,11 +159,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def device_of(device: str | None) -> str:
-    """The device that is meant, by default cuda where there is a GPU; WrongInput for a GPU that is not there."""
-    if device is None:
+def device_of(device: str | None, model: object = None) -> str:
+    """The device that is meant, by default cuda where there is a GPU; WrongInput for a GPU that is not there.
+
+    model: where it is in memory, its own device, which is the only one that may be named.
+    """
+    try:
+        named = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise WrongInput(f"--device {device}: {str(error).splitlines()[0]}") from error
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if first is not None:
+        own = first.device
+        if named is not None and (named.type != own.type or named.index not in (None, own.index)):
+            raise WrongInput(
+                f"--device {device}: the model in memory is on {own}; move it there, or name none"
+            )
+        return str(own)
+    if named is None or device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    if named.type == "cuda" and not torch.cuda.is_available():
         raise WrongInput(
             f"--device {device}: torch sees no GPU here; use --device cpu, or see why with ao-lab doctor"
         )
@@ -230,9 +247,54 @@ def _bytes(text: str) -> Tokens:
 
 
 def longest(folder: Path) -> int:
-    """The longest input that the model takes."""
-    given = read_config(folder).get("max_position_embeddings")
-    return given if isinstance(given, int) and given > 1 else LENGTH
+    """The longest input that the model takes; LENGTH where its config.json does not say."""
+    return context_of(read_config(folder)) or LENGTH
+
+
+#: Names of the longest input in configurations, those of GPT-2 and MPT among them.
+CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "n_ctx",
+    "seq_length",
+)
+
+
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """The longest input by the fields of a configuration, or by those of its text model; None where none says it."""
+    given = [config.get(name) for name in CONTEXT]
+    if found := [one for one in given if type(one) is int and one > 1]:
+        return found[0]
+    text = as_fields(config.get("text_config"))
+    return context_of(text) if text else None
+
+
+def fields_of(model: str | Path | nn.Module) -> Mapping[str, Any]:
+    """The fields of the configuration of a model in memory, or of a folder."""
+    if isinstance(model, nn.Module):
+        return as_fields(getattr(model, "config", None))
+    return read_config(Path(model))
+
+
+def as_fields(config: object) -> Mapping[str, Any]:
+    """A configuration as a mapping; an empty one of anything else."""
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+
+def check_generates(model: str | Path | nn.Module, tokens: int) -> None:
+    """WrongInput where transformers' generate() is not there, or cannot reach so many tokens, those of the prompt included."""
+    if isinstance(model, nn.Module) and not callable(getattr(model, "generate", None)):
+        raise WrongInput(
+            f"{type(model).__name__} has no generate() of transformers to time; leave it out with new_tokens=0"
+        )
+    most = context_of(fields_of(model))
+    if most is not None and tokens > most:
+        raise WrongInput(
+            f"--new-tokens: a prompt of {PROMPT} and the new tokens are {tokens}, and the model takes at most {most} (its "
+            f"context); give fewer, or 0"
+        )
 
 
 def check_language_model(model: nn.Module, folder: Path | str) -> None:

@@ -17,8 +17,8 @@ class Timed:
 
     what: "linear" or "generate". name: the configuration. mode: "eager", "CUDA graph" or "compiled". shape: (tokens, outputs,
     inputs), of generate() (sequences,). seconds, low, high: median and 20% and 80% quantiles over rounds. speed: over
-    bfloat16, the median of the rounds' ratios. kernel: what computes the layer. layers: how many of the model have the shape.
-    status: "ok", or why there is no time.
+    what is not quantized, the median of the rounds' ratios. kernel: what computes the layer. layers: how many of the model
+    have the shape. status: "ok", or why there is no time.
     """
 
     what: str

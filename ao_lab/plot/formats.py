@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,7 +138,8 @@ def error(
             found = np.sqrt((_relative(record, sizes) ** 2).reshape(len(at), SAMPLES).mean(1))
             style = look(colors, number) | {"markersize": 3.5, "markevery": (number % STEPS, STEPS)}
             axis.plot(at, np.maximum(found, 1e-12), **style, linewidth=1.3, label=record.name)
-        axis.set(yscale="log", ylim=(max(1e-8, 0.5 * _least(axis)), 2.0))
+        drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.get_lines()])
+        axis.set(yscale="log", ylim=(max(1e-8, 0.5 * _least(drawn)), max(2.0, 1.2 * float(drawn.max()))))
         axis.set_xscale("log", base=2)
         axis.set_xlabel(
             "size of the number, as a part of the block's amax (of a format: of its largest value)"
@@ -157,9 +159,8 @@ def record_of(one: str | Format | Scheme) -> Format | Scheme:
     return found
 
 
-def _least(axis: Axes) -> float:
+def _least(drawn: Floats) -> float:
     """The smallest value that is drawn and not 0."""
-    drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.get_lines()])
     kept = drawn[drawn > 1e-9]
     return float(kept.min()) if kept.size else 1e-3
 
@@ -176,8 +177,8 @@ def _relative(record: Format | Scheme, sizes: Floats) -> Floats:
 
 def _of_blocks(scheme: Scheme, sizes: Floats, amax: float) -> Floats:
     """Relative errors of amax * sizes in blocks that hold amax: each column of EVERY is amax itself."""
-    width = EVERY - 1
-    columns = 512 * -(-len(sizes) // (512 // EVERY * width))
+    width, unit = EVERY - 1, _columns(scheme)
+    columns = unit * -(-len(sizes) // (unit // EVERY * width))
     x = np.full((columns // EVERY, EVERY), amax, np.float32)
     places = np.resize(np.arange(len(sizes)), (columns // EVERY, width))
     x[:, 1:] = amax * sizes[places]
@@ -190,6 +191,15 @@ def _of_blocks(scheme: Scheme, sizes: Floats, amax: float) -> Floats:
     found = np.zeros(len(sizes))
     found[places.ravel()] = np.abs(back[:, 1:] / x[:, 1:].astype(np.float64) - 1).ravel()
     return found
+
+
+def _columns(scheme: Scheme) -> int:
+    """What the length of a row is a multiple of: whole blocks, and full ones of a second level over scales."""
+    inner = scheme.scale.flat_size or scheme.scale.block
+    outer = None if scheme.outer is None else scheme.outer.block
+    if isinstance(inner, int) and isinstance(outer, int) and min(inner, outer) > 0:
+        return math.lcm(512, inner * outer)
+    return 512
 
 
 __all__ = ["error", "values"]

@@ -95,6 +95,23 @@ def test_layers_are_of_the_models_dtype(folder, monkeypatch):
     assert set(seen) == {torch.float32}
 
 
+def test_models_in_training_are_timed_as_they_predict(folder, monkeypatch):
+    """Dropout would be timed; afterwards they train again, and after an error too."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").train()
+    seen = []
+
+    def in_turn(self, models, *more):
+        seen.extend(one.training for one in models.values())
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(Work, "in_turn", in_turn)
+    monkeypatch.setattr(Work, "layers", lambda *_: [])
+    with pytest.raises(KeyError):
+        benchmark(model, configs=["nf4"], batch=[1], new_tokens=2)
+    assert seen == [False, False]
+    assert all(module.training for module in model.modules())
+
+
 def test_without_the_unquantized_layer_nothing_is_compared(monkeypatch):
     real = Work.layer
 
@@ -129,6 +146,11 @@ def test_what_is_compiled_are_copies(folder):
         ({"shapes": [(0, 8, 8)]}, "a shape is M,N,K"),
         ({"shapes": [(1, 8, 8)], "configs": ["nf5"]}, "the nearest are nf4"),
         ({"shapes": [(1, 8, 8)], "batch": [0]}, "--batch is 1 or more"),
+        (
+            {"shapes": [(1, 8, 8)], "configs": {"bfloat16": "nf4"}},
+            "'bfloat16' is the name of a row of its own",
+        ),
+        ({"model": torch.nn.Linear(8, 8)}, r"Linear has no generate\(\) of transformers"),
         ({"shapes": [(1, 8, 8)], "compiled": True, "device": "cpu"}, "on GPUs alone"),
         ({"model": "some/model"}, "names on the Hub are not fetched"),
         ({"model": "."}, "has no config.json"),

@@ -1,6 +1,7 @@
 """`compare`: rows hold what `evaluate` measures, sizes and speeds; what was measured is kept; wrong input is refused first."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.measure.compare import Remembered
+from ao_lab.measure.compare import Remembered, fingerprint, made_from
 from ao_lab.measure.comparison import Comparison
 from tests.support.models.small_llama import WORDS, save_llama
 
@@ -146,13 +147,33 @@ def test_other_weights_of_the_same_name_are_told_apart(folder, tmp_path):
         compare(other, ["nf4"], out=tmp_path / "out", **given(folder))
 
 
+def test_what_a_comparison_is_of_is_told_apart(folder, tmp_path):
+    """Other texts of one name, other dtypes, and folders of another content under one path do not share rows."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
+    texts = [ao_lab.measure.evaluate.Text("mine", " ".join([words] * 30)) for words in (WORDS, WORDS[::-1])]
+    out = tmp_path / "out"
+    compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[0], limit=1))
+    with pytest.raises(ValueError, match=r"other conditions \(token_ids differ\)"):
+        compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[1], limit=1))
+    assert fingerprint(model) != fingerprint(model.float())
+    shutil.copytree(folder / "made", tmp_path / "made")
+    before = made_from(tmp_path / "made")
+    assert made_from(tmp_path / "made") == before
+    (weights,) = (tmp_path / "made").glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 4096] = bytes(4096)
+    weights.write_bytes(data)
+    assert made_from(tmp_path / "made") != before
+
+
 def test_logits_are_kept_while_they_fit(monkeypatch):
     class Model(nn.Module):
         calls = 0
 
         def forward(self, ids):
             self.calls += 1
-            return type("Out", (), {"logits": torch.zeros(1, ids.shape[1], 8)})()
+            logits = torch.zeros(1, ids.shape[1], 8)
+            return type("Out", (), {"logits": logits})() if self.calls % 2 else logits
 
     model = Model()
     base = Remembered(model)
@@ -178,6 +199,8 @@ def test_logits_are_kept_while_they_fit(monkeypatch):
         (["nf4"], {"methods": ["gptq"]}, "gptq needs calibration data"),
         (["nf4"], {"methods": ["gptk"]}, "unknown method 'gptk'"),
         (["nf4"], {"new_tokens": -1}, "new_tokens is 0 or more"),
+        (["nf4"], {"new_tokens": 49}, "the new tokens are 65, and the model takes at most 64"),
+        (["nf4"], {"device": "gpu"}, "--device gpu: Expected one of cpu"),
         (["Int8StaticActivationInt8WeightConfig"], {}, "needs calibration data"),
     ],
 )
@@ -192,6 +215,10 @@ def test_models_that_cannot_be_compared(folder):
         compare(folder / "made", ["nf4"], **given(folder))
     with pytest.raises(ValueError, match="names on the Hub are not fetched"):
         compare("some/model", ["nf4"], **given(folder))
+    with pytest.raises(ValueError, match=r"Linear has no generate\(\) of transformers"):
+        compare(nn.Linear(4, 4), ["nf4"], **given(folder, new_tokens=1))
+    with pytest.raises(ValueError, match="--device cpu: the model in memory is on meta"):
+        compare(nn.Linear(4, 4, device="meta"), ["nf4"], **given(folder))
 
 
 def test_labels_say_what_differs():

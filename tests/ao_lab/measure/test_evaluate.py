@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ao_lab import SchemeConfig, evaluate, quantize_
+from ao_lab.measure.folders import as_fields, context_of, device_of
 from tests.support.models.small_llama import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -71,6 +72,16 @@ def test_what_does_not_fit(folder, wrong, said, monkeypatch):
     monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(ValueError, match=said):
         evaluate(folder / "base", **given(folder, **wrong))
+
+
+def test_the_context_by_what_configurations_call_it(monkeypatch):
+    assert context_of({"n_positions": 1024, "n_ctx": 7}) == 1024
+    assert context_of({"text_config": {"max_position_embeddings": 8192}}) == 8192
+    assert context_of({"vocab_size": 256, "max_position_embeddings": True}) is None
+    config = transformers.GPT2Config(n_positions=48)
+    assert context_of(as_fields(config)) == context_of(config.to_dict()) == 48
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (device_of(None), device_of(None, torch.nn.Linear(2, 2))) == ("cuda", "cpu")
 
 
 def test_models_that_are_none(folder, tmp_path):

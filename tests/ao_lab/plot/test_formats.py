@@ -56,11 +56,18 @@ def test_error_of_floats_stays_and_of_integers_grows_as_numbers_get_small():
 
 
 @pytest.mark.parametrize(
-    "scheme", ["mxfp4", "nvfp4", "nf4", "fp8_128x128", "fp8_tensorwise", "int4_g256_asymmetric"]
+    "scheme",
+    ["mxfp4", "nvfp4", "nf4", "torchao.nf4", "fp8_128x128", "fp8_tensorwise", "int4_g256_asymmetric"],
 )
 def test_blocks_of_every_kind_are_measured(scheme):
     _, found = curve(plot.error(scheme, octaves=4), scheme)
     assert np.all((found > 0) & (found <= 1))
+
+
+def test_errors_above_1_are_inside_the_axes():
+    """Elements of stretched formats, which have no 0, are farther from 0 than they are large."""
+    figure = plot.error("stretched2", octaves=4)
+    assert 2 < curve(figure, "stretched2")[1].max() < figure.axes[0].get_ylim()[1]
 
 
 def test_axes_of_the_caller_and_themes():

@@ -115,15 +115,17 @@ def test_products_are_exact(name, scheme, p, chosen):
 
 
 def test_coefficients_are_read():
-    """Each by its name: in the code of its family, which asks for no other."""
-    text = {path: path.read_text("utf-8") for path in (ROOT / "fast").rglob("*.py")}
+    """Each by its name: in the code of its family, which asks for no other; those of a device by what reckons with it."""
+    text = {
+        path: path.read_text("utf-8") for top in ("fast", "ao_lab") for path in (ROOT / top).rglob("*.py")
+    }
     for name, section in cost._sections().items():
         source = "".join(
             code for path, code in text.items() if f'Coefficients("{name}")' in code or name in path.parts
         )
-        assert {
-            key for key in section if key != "held" and not re.search(rf"\b(C|TILES)\.{key}\b", source)
-        } == set()
+        names = rf"\b(C|TILES|{name.upper()})"
+        unread = {key for key in section if key != "held" and not re.search(rf"{names}\.{key}\b", source)}
+        assert (name, unread) == (name, set())
     with pytest.raises(AttributeError, match=r"\[choose\] has no 'nothing', but "):
         _ = cost.Coefficients("choose").nothing
 
