@@ -57,10 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     steps.add_parser("tag").add_argument("name")
     steps.add_parser("notes")
     arguments = parser.parse_args(argv)
-    if arguments.step == "notes":
-        print(notes(version()), end="")
-        return 0
-    found = problems(arguments.name if arguments.step == "tag" else None)
+    try:
+        if arguments.step == "notes":
+            print(notes(version()), end="")
+            return 0
+        found = problems(arguments.name if arguments.step == "tag" else None)
+    except ValueError as error:
+        found = [str(error)]
     for problem in found:
         print(f"release: {problem}", file=sys.stderr)
     if found:

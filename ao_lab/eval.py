@@ -301,7 +301,10 @@ def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> to
 def results_of(
     sums: Sums, windows: Windows, tasks: tuple[str, ...], *, words: bool = True
 ) -> dict[str, dict[str, float]]:
-    """The numbers of each task. words: whether the text has words, which white space separates; source code has none."""
+    """The numbers of each task. words: whether the text has words, which white space separates; source code has none.
+
+    Of a single window there are no standard errors, which it does not say.
+    """
     count, n = windows.predicted, len(windows.ids)
     loss = sum(sums.losses) / n
     result: dict[str, dict[str, float]] = {}
@@ -331,7 +334,12 @@ def results_of(
             "loss_difference": loss - base,
             "loss_difference_stderr": standard_error(differences),
         }
-    return result
+    return result if n > 1 else {task: without_errors(found) for task, found in result.items()}
+
+
+def without_errors(found: dict[str, float]) -> dict[str, float]:
+    """The numbers of a task but their standard errors."""
+    return {name: value for name, value in found.items() if not name.endswith("_stderr")}
 
 
 def exponential(value: float) -> float:

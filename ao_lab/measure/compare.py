@@ -495,11 +495,11 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
     """Loss, and the distance from the unquantized model, which the model may be `itself`."""
     found = results_of(sums, windows, ("perplexity",) if itself else ("perplexity", "agreement"), words=False)
     loss, far = found["perplexity"], found.get("agreement")
-    values: dict[str, Any] = {name: loss[name] for name in ("loss", "loss_stderr")}
+    values: dict[str, Any] = {name: loss.get(name) for name in ("loss", "loss_stderr")}
     if far is None:
         return values
-    values |= {"difference": far["loss_difference"], "difference_stderr": far["loss_difference_stderr"]}
-    return values | {name: far[name] for name in ("kl", "kl_stderr", "agreement")}
+    values |= {"difference": far["loss_difference"], "difference_stderr": far.get("loss_difference_stderr")}
+    return values | {name: far.get(name) for name in ("kl", "kl_stderr", "agreement")}
 
 
 def parameters(model: nn.Module) -> int:

@@ -25,9 +25,9 @@ class Compared:
     status: "ok", or why there are no numbers. layers, of_layers: linear layers that are quantized, and all of them. bytes: of
     all weights as they are stored; bits: those of a parameter. loss: nats per token, mean over windows, with its standard
     error; difference: from the unquantized model on the same windows, with the standard error of the paired difference. kl:
-    KL divergence from its predictions. agreement: share of tokens whose likeliest next token is the same. tokens_per_second:
-    of generate() at batch 1; speed: over that of the unquantized model, timed in turn. peak_bytes: weights, and what
-    generate() took beside them. seconds: what quantizing took.
+    KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens whose likeliest
+    next token is the same. tokens_per_second: of generate() at batch 1; speed: over that of the unquantized model, timed in
+    turn. peak_bytes: weights, and what generate() took beside them. seconds: what quantizing took.
     """
 
     name: str
@@ -158,7 +158,8 @@ def _cells(row: Compared) -> list[str]:
     """A row as text; "-" for what was not measured, "failed" where nothing could be (`Comparison.notes` say why)."""
     if row.status != OK:
         return [row.name, "failed", *["-"] * (len(COLUMNS) - 2)]
-    change = f"{row.difference:+.4f} ± {row.difference_stderr:.4f}" if row.difference is not None else None
+    loss = _with_error("{:.4f}", row.loss, row.loss_stderr)
+    change = _with_error("{:+.4f}", row.difference, row.difference_stderr)
     return [
         row.name,
         _text("{}/{}", row.layers, row.of_layers),
@@ -166,7 +167,7 @@ def _cells(row: Compared) -> list[str]:
         _text("{:.2f}", row.bits),
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
-        change or _text("{:.4f} ± {:.4f}", row.loss, row.loss_stderr),
+        loss if row.difference is None else change,
         _text("{:.4f}", row.kl),
         _text("{:.3g}", row.tokens_per_second),
         _text("{:.2f}x", row.speed),
@@ -176,6 +177,10 @@ def _cells(row: Compared) -> list[str]:
 
 def _text(form: str, *values: Any) -> str:
     return "-" if any(value is None for value in values) else form.format(*values)
+
+
+def _with_error(form: str, value: float | None, error: float | None) -> str:
+    return _text(form, value) + ("" if error is None else f" ± {error:.4f}")
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -114,8 +114,8 @@ def evaluate(
     task of the harness. length: tokens of a window; None: 512, or the model's context where that is shorter. device: of a
     folder; None: cuda where there is a GPU. progress: called with windows done and of how many.
 
-    Losses are means over windows, in nats per token, each with its standard error over windows. ValueError for what is not
-    there, does not fit, or is longer than the model's context; nothing is read then.
+    Losses are means over windows, in nats per token, each with its standard error over windows, where there are two or more.
+    ValueError for what is not there, does not fit, or is longer than the model's context; nothing is read then.
     """
     name = name_of(model)
     local, foreign = split_tasks(list(tasks or ()), against is not None)

@@ -144,6 +144,13 @@ def test_errors_of_weights():
     assert weight_errors(base, model) == {}
 
 
+def test_a_single_window_says_no_errors():
+    one = Windows(windows().ids[:1], bytes=32, words=4)
+    got = results_of(measured(Model(0), one, Model(1)), one, ALL)
+    assert not [name for found in got.values() for name in found if name.endswith("_stderr")]
+    assert "loss" in got["perplexity"]
+
+
 def test_standard_errors():
     assert standard_error([3.0]) == 0.0
     assert standard_error([1.0, 3.0]) == pytest.approx(1.0)

@@ -71,6 +71,13 @@ def test_a_tag_that_agrees(release, clone):
         release.notes("9.9", clone)
 
 
+def test_a_missing_section_is_said(release, monkeypatch, capsys):
+    """In a line, with the exit code that ends a workflow."""
+    monkeypatch.setattr(release, "version", lambda: "9.9")
+    assert release.main(["notes"]) == 1
+    assert capsys.readouterr() == ("", "release: CHANGELOG.md has no section of version 9.9\n")
+
+
 def test_what_stands_against_a_tag(release, clone):
     tag = f"v{ao_lab.__version__}"
     assert "the tag of a version is" in release.problems("v9.9.9", clone)[0]

@@ -152,7 +152,9 @@ def test_what_a_comparison_is_of_is_told_apart(folder, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
     texts = [ao_lab.measure.evaluate.Text("mine", " ".join([words] * 30)) for words in (WORDS, WORDS[::-1])]
     out = tmp_path / "out"
-    compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[0], limit=1))
+    one = compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[0], limit=1))
+    assert [(row.loss_stderr, row.interval) for row in one.rows] == [(None, None)] * 2  # of a single window
+    assert [("±" in cells[6], cells[5]) for cells in one.cells()] == [(False, "-")] * 2
     with pytest.raises(ValueError, match=r"other conditions \(token_ids differ\)"):
         compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[1], limit=1))
     assert fingerprint(model) != fingerprint(model.float())
