@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import needed
@@ -136,7 +137,7 @@ def save(figure: Figure, path: str | Path, description: str = "") -> Path:
     """Write a figure as .svg, .png or .pdf, by the end of the file's name; returns the path.
 
     description: what the figure says, in a sentence, for readers who cannot see it. The text of an SVG stays text, and equal
-    figures give equal files. ValueError for another kind of file.
+    figures give equal files. An earlier file stays until the new one is whole. ValueError for another kind of file.
     """
     path = Path(path)
     if path.suffix not in FILES:
@@ -147,6 +148,9 @@ def save(figure: Figure, path: str | Path, description: str = "") -> Path:
         about = {"Date": None, "Creator": None, "Title": first, "Description": description or first}
     elif path.suffix == ".png":
         about = {"Title": first, "Description": description or first}
-    with needed("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": "ao_lab"}):
-        figure.savefig(path, metadata=about, dpi=160)
+    settings = needed("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": "ao_lab"})
+    with settings, TemporaryDirectory(dir=path.parent, prefix=".ao_lab-") as place:
+        made = Path(place) / path.name
+        figure.savefig(made, metadata=about, dpi=160)
+        made.replace(path)
     return path

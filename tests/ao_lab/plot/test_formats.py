@@ -92,6 +92,21 @@ def test_files_hold_text_and_say_what_they_show(tmp_path):
     assert text == again
 
 
+def test_a_figure_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+    path = plot.save(plot.values("int2"), tmp_path / "values.svg")
+    before, broken = path.read_text(), plot.values("int4")
+
+    def savefig(to, **_):
+        to.write_text("<svg")
+        raise RuntimeError("a font is missing")
+
+    monkeypatch.setattr(broken, "savefig", savefig)
+    with pytest.raises(RuntimeError):
+        plot.save(broken, path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
