@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ao_lab.optim.slots import (
     NAMES,
     begin_state,
+    is_sharded,
     local,
     moment_of,
     on_any_rank,
@@ -181,9 +182,17 @@ class LowBitOptimizer(Optimizer):
         return skip
 
     def _raise_for_skipped(self) -> None:
-        """ValueError where an earlier step was left out on a GPU, as soon as that is known here."""
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            if self._pending.pop(0)[0].item():
+        """ValueError where an earlier step was left out on a GPU, as soon as that is known here.
+
+        With sharded parameters in the step after it on every rank, for which the host waits: a rank that raised later than the
+        others would take a step without them.
+        """
+        together = bool(self._pending) and any(is_sharded(p) for _, _, p in self._numbered())
+        waits = together and not torch.cuda.is_current_stream_capturing()
+        while self._pending and (waits or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
+            found, event = self._pending.pop(0)
+            event.synchronize()
+            if found.item():
                 raise ValueError(
                     "a gradient of an earlier step was not finite: that step was left out and changed nothing; go on, or give "
                     "nonfinite='propagate' to have torch's behaviour"

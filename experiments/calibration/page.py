@@ -74,7 +74,7 @@ def best_of(run: RealRun) -> list[str]:
                 words.append(f"{setting} {number(value, 1)} ± {number(error, 1)}% ({name})")
         if words:
             sentences.append(
-                f"{run.model}, {text}, recovered of rounding's KL by the method {by}: {'; '.join(words)}."
+                f"{run.model}, {text} ({run.where.run}), recovered of rounding's KL by the method {by}: {'; '.join(words)}."
             )
     return sentences
 

@@ -92,7 +92,7 @@ class Tally:
                 f"{what}: {found.dtype} {tuple(found.shape)} for {expected.dtype} {tuple(expected.shape)}"
             )
             return
-        unequal = (found != expected) & ~((found != found) & (expected != expected))
+        unequal = patterns(found) != patterns(expected)
         if count := int(unequal.sum()):
             self.different += count
             apart = (found.double() - expected.double()).abs()[unequal]
@@ -106,7 +106,10 @@ class Tally:
             return
         self.true(f"{what}: a {type(found).__name__}", hasattr(found, "parts"))
         for name, part in expected.parts.items() if hasattr(found, "parts") else ():
-            if part is not None:
+            self.true(
+                f"{what}, {name}: one of the two has none", (part is None) == (found.parts[name] is None)
+            )
+            if part is not None and found.parts[name] is not None:
                 self.bits(f"{what}, {name}", bytes_of(found.parts[name]), bytes_of(part))
 
     def near(self, what: str, found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
@@ -151,6 +154,16 @@ class Tally:
 def bytes_of(part: torch.Tensor) -> torch.Tensor:
     """Of a tensor its bytes: dtypes of 8 bits are not compared otherwise."""
     return part.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def patterns(x: torch.Tensor) -> torch.Tensor:
+    """Values as integers that are equal where all bits are, of NaN where both are NaN: -0 is not 0."""
+    if not x.is_floating_point():
+        return x
+    as_integers = x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
+    return torch.where(x.isnan(), torch.iinfo(as_integers.dtype).max, as_integers)
 
 
 Work = Callable[[Rank, Tally], None]

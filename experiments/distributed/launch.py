@@ -76,14 +76,15 @@ def watch(
     group: Sequence[subprocess.Popen[bytes]],
     look: Callable[[], None] = lambda: None,
     limit: float = float("inf"),
+    grace: float = GRACE + PATIENCE,
 ) -> list[int]:
-    """Wait for their ends; where one failed, the others have some seconds, all have `limit`, and are then ended. Exit codes."""
+    """Wait for their ends; where one failed, others have `grace` seconds, all have `limit`, and are then killed. Exit codes."""
     until = time.monotonic() + limit
     try:
         while any(process.poll() is None for process in group):
             look()
             if any(process.poll() for process in group):
-                until = min(until, time.monotonic() + GRACE + PATIENCE)
+                until = min(until, time.monotonic() + grace)
             if time.monotonic() > until:
                 break
             time.sleep(0.4)

@@ -93,6 +93,16 @@ def counted(results: Results) -> tuple[int, int]:
     return sum(word == "ok" for word in ran), len(ran)
 
 
+def how_many(results: Results) -> str:
+    """Cases that passed of those that ran; how many did not run, and the names of those that failed."""
+    passed, ran = counted(results)
+    said = {name: status_of(results, expected, name) for expected, name in cases_of(results)}
+    late = sum(word.startswith("not run") and not word.startswith(NEEDS_GPUS) for word in said.values())
+    lost = [name for name, word in said.items() if word != "ok" and not word.startswith("not run")]
+    words = f"{passed} of {ran}" + (f"; {late} were not reached" if late else "")
+    return words + (f"; failed: {'; '.join(lost)}" if lost else "")
+
+
 def findings(rows: Sequence[Row]) -> list[str]:
     """How many cases passed on each device, which did not, and the best steps."""
     words = []
@@ -101,8 +111,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         (FAILURES, "Failures after which all held"),
     ):
         for where, results in by_run(rows, kind).items():
-            passed, ran = counted(results)
-            words.append(f"{name} ({where}): {passed} of {ran}.")
+            words.append(f"{name} ({where}): {how_many(results)}.")
     words += [
         f"{text} ({where})." for where, results in gpu_speeds(rows).items() for text in speed_texts(results)
     ]

@@ -29,6 +29,8 @@ from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
 IN_TURN = "peers in turn"
 RATIO = "speed over bfloat16"
 SENT = "sent by a rank"
+#: The least cosine of what quantized layers add with what layers in bfloat16 do: int4 in groups of 128 has 0.996 on a CPU.
+CLOSE = 0.98
 
 
 def step_of_blocks(rank: Rank, tally: Tally, layers: int, batch: int, length: int, compiled: bool) -> None:
@@ -127,17 +129,20 @@ def decode(rank: Rank, tally: Tally, batch: int) -> None:
     nets = decoders(rank, shape, batch)
     x = rank.random(batch, shape.width, dtype=torch.bfloat16)
     with torch.no_grad():
-        plain = nets["bfloat16"](x).float()
+        plain = change(nets["bfloat16"], x)
         for name, net in nets.items():
-            near = functional.cosine_similarity(net(x).float().flatten(), plain.flatten(), 0)
-            tally.true(
-                f"the output in {name} has cosine {float(near):.4f} with bfloat16's", float(near) > 0.95
-            )
+            near = float(functional.cosine_similarity(change(net, x), plain, 0))
+            tally.true(f"what layers add in {name} has cosine {near:.4f} with bfloat16's", near > CLOSE)
         calls = {name: captured(rank, partial(net, x)) for name, net in nets.items()}
         times = in_turn(rank, calls, 15 if cuda else 2, 8 if cuda else 1)
     for name, values in timed(times, "bfloat16", shape.layers).items():
         weights = sum(part.nbytes for p in nets[name].parameters() for part in parts_of(p))
         tally.lines(name, {**values, "weights of a rank": (weights / 1e6, "MB")})
+
+
+def change(net: nn.Module, x: Tensor) -> Tensor:
+    """What layers add to their input: beside the input itself it is small, and layers of zeros would give almost its cosine."""
+    return (net(x).float() - x.float()).flatten()
 
 
 def parts_of(weight: Any) -> list[Tensor]:

@@ -160,9 +160,12 @@ def compare_logits(rank: Rank, tally: Tally, found: Any, expected: Tensor) -> No
         tally.bits("logits", found, expected)
         return
     roundings = 4 * rank.size * configuration("LlamaForCausalLM").num_hidden_layers
-    tally.near(
-        "logits", found, expected, roundings * torch.finfo(rank.dtype).eps * float(expected.abs().max())
-    )
+    tally.near("logits", found, expected, roundings * unit(rank) * float(expected.abs().max()))
+
+
+def unit(rank: Rank) -> float:
+    """What one rounding to nearest changes at most, relative to the value."""
+    return torch.finfo(rank.dtype).eps / 2
 
 
 def experts(rank: Rank, tally: Tally, scheme: str) -> None:
@@ -182,7 +185,7 @@ def experts(rank: Rank, tally: Tally, scheme: str) -> None:
     found = found.full_tensor() if hasattr(found, "full_tensor") else found
     # Two experts a token and as many sums as ranks in a layer, each with a rounding, which later layers carry on.
     layers = configuration(kind).num_hidden_layers
-    bound = 4 * (rank.size + 2) * layers * torch.finfo(rank.dtype).eps * float(expected.abs().max())
+    bound = 4 * (rank.size + 2) * layers * unit(rank) * float(expected.abs().max())
     tally.near("logits", found, expected, bound)
 
 

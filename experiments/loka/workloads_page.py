@@ -53,13 +53,14 @@ def findings(rows: Sequence[Row]) -> list[str]:
     ]
     words.append(f"Relative log loss of rowwise over paired seeds: {'; '.join(parts)}." if parts else "")
     if (best := best_run(by_run(rows, POLICIES))) is not None:
-        _, results = best
+        where, results = best
+        modelled = " (modelled times, not measured)" if where.device == "cpu" else ""
         for setting in results.settings:
             ours, quickest = (results.value(setting, OURS, SECONDS), quickest_uniform(results, setting))
             if ours and quickest:
                 words.append(
                     f"On {setting} the knapsack's step takes {number(ours / quickest[1], 3)} of the quickest uniform "
-                    f"policy's that keeps the budget ({quickest[0]})."
+                    f"policy's that keeps the budget ({quickest[0]}){modelled}."
                 )
     if (best := best_run(by_run(rows, SPEED))) is not None:
         _, results = best
@@ -79,7 +80,8 @@ def lines(results: Results) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class PairedQuality:
-    """A model with a change over seeds: means, and the relative log loss of its pairs with the base (percent), of so many."""
+    """A model with a change: means over the seeds whose base trained too, the relative log loss of these pairs (percent), and
+    how many they are."""
 
     setting: str
     method: str
@@ -103,10 +105,10 @@ def qualities(results: Results) -> list[PairedQuality]:
     for setting, method in lines(results):
         base, mine = (found.get((setting, one, LOG_LOSS), {}) for one in (BASE, method))
         both = sorted(base.keys() & mine.keys())
-        if mine:
+        if both:
             gap = interval([100 * (mine[one] / base[one] - 1) for one in both]) if len(both) > 1 else None
-            means = [fmean(found[setting, method, one].values()) for one in (ENTROPY, AUC)]
-            made.append(PairedQuality(setting, method, *means, len(mine), None if method == BASE else gap))
+            means = [fmean(found[setting, method, one][seed] for seed in both) for one in (ENTROPY, AUC)]
+            made.append(PairedQuality(setting, method, *means, len(both), None if method == BASE else gap))
     return made
 
 

@@ -74,13 +74,17 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if best is None:
         return []
     ours = {method.removeprefix("ours, "): largest(best[1], method) for method in OWN}
-    theirs = largest(best[1], "torchao, 8 bits")
+    theirs = {
+        method.removeprefix("torchao, "): largest(best[1], method)
+        for method in ("torchao, 8 bits", "torchao, 4 bits")
+    }
     parts = [f"{value:.1f} times with states in {name}" for name, value in ours.items() if value is not None]
-    if theirs is None or not parts:
+    beside = [f"{number(value, 1)} in {name}" for name, value in theirs.items() if value is not None]
+    if not beside or not parts:
         return []
     text = (
-        f"Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, whatever the ratio of "
-        f"gradients; with torchao's 8-bit states {theirs:,.0f} times"
+        f"Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, at ratios of gradients from 1 "
+        f"to 10^5; with torchao's states {' and '.join(beside)}"
     )
     return [Headline(text, [row for row in best[1].rows if row.metric == LARGEST])]
 

@@ -145,7 +145,9 @@ def short_finding(rows: Sequence[Row]) -> str:
         change = results.value(runs[0].setting(method, inputs), method, PERPLEXITY)
         if change is not None and math.isfinite(change):
             words.append(f"{method}{' with inputs' * inputs} {change:+.1f}%")
-    return f"Perplexity of {runs[0].model} on {text}: {', '.join(words)}" if words else ""
+    return (
+        f"Perplexity of {runs[0].model} on {text} ({runs[0].where.run}): {', '.join(words)}" if words else ""
+    )
 
 
 def real_card(rows: Sequence[Row]) -> list[Card]:

@@ -18,6 +18,9 @@ from experiments.harness.rows import CORPUS, Row, table_parts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: The scale of short runs.
+QUICK = "quick"
+
 
 @dataclass(frozen=True)
 class Table:
@@ -122,6 +125,11 @@ class Card:
         """When it was measured."""
         return self.row.date[:10]
 
+    @property
+    def run(self) -> str:
+        """Its device, and that its run is a short one."""
+        return runs_of([self.row])[0]
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -131,12 +139,12 @@ class Headline:
     rows: Sequence[Row]
 
     def __str__(self) -> str:
-        return f"{self.text} ({', '.join(filter(None, (*self.devices, self.days)))})."
+        return f"{self.text} ({', '.join(filter(None, (*self.runs, self.days)))})."
 
     @property
-    def devices(self) -> list[str]:
-        """The devices of its rows."""
-        return devices_of(self.rows)
+    def runs(self) -> list[str]:
+        """The devices of its rows, and which of them has short runs alone."""
+        return runs_of(self.rows)
 
     @property
     def days(self) -> str:
@@ -155,6 +163,13 @@ def headlines_of(text: str, **rows: Row | None) -> list[Headline]:
 def devices_of(rows: Iterable[Row]) -> list[str]:
     """The devices of rows, in their order; a CPU as people write it."""
     return list(dict.fromkeys("CPU" if row.device == "cpu" else row.device for row in rows))
+
+
+def runs_of(rows: Sequence[Row]) -> list[str]:
+    """The devices of rows, in their order, and which of them has short runs alone."""
+    full = {row.device for row in rows if table_parts(row.table)[1] != QUICK}
+    names = {row.device: "CPU" if row.device == "cpu" else row.device for row in rows}
+    return [name if device in full else f"short run on {name}" for device, name in names.items()]
 
 
 def subjects_of(rows: Iterable[Row]) -> list[str]:

@@ -22,6 +22,8 @@ FILE = "history.csv"
 WIDTH, HEIGHT, MARGIN = 120, 28, 3
 #: Changes up to this many percent are those of two measurements of the same code.
 NOISE = 2.0
+#: Units of differences and shares, whose change in percent says nothing.
+DIFFERENCES = ("%", "points")
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,7 @@ class History:
         """Day, commit, value and its change from the one before; the newest first."""
         lines = []
         for place, row in enumerate(self.rows):
-            before = self.rows[place - 1].value if place else None
-            percent = round(100 * (row.value / before - 1), 1) if before else 0.0
-            change = "" if not before else f"{percent:+.1f}%" if percent else "0.0%"
-            change += judged(row, percent)
+            change = changed(self.rows[place - 1], row) if place else ""
             lines.append([row.date[:10], row.commit, f"{short(row.value)} {row.unit}".strip(), change])
         columns = ["measured", "commit", self.rows[-1].metric, "change"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
@@ -66,6 +65,15 @@ class History:
             f"{len(self.rows)} measurements, from {short(first.value)} on {first.date[:10]} to {short(last.value)} on "
             f"{last.date[:10]}"
         )
+
+
+def changed(before: Row, row: Row) -> str:
+    """How far a value is from the one before it: in percent, and for the better or the worse. What is a difference or a share
+    itself in units of its own, without a verdict: it may lie near 0 or below, and its interval is not known here."""
+    if row.unit in DIFFERENCES:
+        return f"{row.value - before.value:+.2f} points"
+    percent = round(100 * (row.value / before.value - 1), 1) if before.value else 0.0
+    return (f"{percent:+.1f}%" if percent else "0.0%") + judged(row, percent)
 
 
 def judged(row: Row, percent: float) -> str:

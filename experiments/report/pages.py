@@ -34,7 +34,7 @@ from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
-from experiments.harness.rows import Row, table_parts
+from experiments.harness.rows import Row
 from experiments.report import families, peers, questions
 from experiments.report.content import (
     Card,
@@ -46,11 +46,11 @@ from experiments.report.content import (
     days_of,
     devices_of,
     note,
+    runs_of,
     subjects_of,
 )
 from experiments.report.history import History, histories, remember
 from experiments.report.plots import dots, svg
-from experiments.report.results import QUICK
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
 from experiments.report.targets import RunTargets, counted, missed_tables
@@ -134,9 +134,7 @@ class Page:
     @property
     def runs(self) -> list[str]:
         """The devices, and which of them has short runs alone."""
-        full = {row.device for row in self.rows if table_parts(row.table)[1] != QUICK}
-        names = {row.device: "CPU" if row.device == "cpu" else row.device for row in self.rows}
-        return [name if device in full else f"{name} (short run)" for device, name in names.items()]
+        return runs_of(self.rows)
 
     @property
     def subjects(self) -> list[str]:

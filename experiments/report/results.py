@@ -15,12 +15,10 @@ from pathlib import Path
 from ao_lab.config.recipe import INTEGER, named
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
-from experiments.report.content import Table, readable
+from experiments.report.content import QUICK, Table, readable
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
-#: The scale of short runs.
-QUICK = "quick"
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:

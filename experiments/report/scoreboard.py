@@ -94,7 +94,7 @@ class Scoreboard:
         scores = [one for one in self.values if is_accuracy(one)]
         return (
             f"{measured_of(self.values)} of {len(self.values)} published values have a measured one beside them (same model, "
-            f"method and metric)"
+            f"method and metric; devices may differ)"
             + (f", and {measured_of(scores)} of the {len(scores)} accuracies among them" if scores else "")
         )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit
+from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit, base
 from ao_lab.optim.slots import lead_axes, like, moment_of, put_moment, slot_of
 from fast.optim import update
 from fast.optim.update import Moment, Rule, Slot, Updates
@@ -370,6 +370,20 @@ def test_shards_of_a_vector_round_as_the_whole():
     for expected, *found in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat(found), expected)
     assert not torch.equal(p, whole[0])
+
+
+def test_ranks_raise_for_a_step_that_was_left_out_in_the_same_step(monkeypatch):
+    """Of sharded parameters the host waits for what a GPU says; of others it goes on, and raises once that is known."""
+    known = []
+    event = SimpleNamespace(query=lambda: bool(known), synchronize=lambda: known.append(True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer = AdamW8bit([parameter()])
+    optimizer._pending = [(torch.ones(1), event)]
+    optimizer.step()
+    monkeypatch.setattr(base, "is_sharded", lambda p: True)
+    with pytest.raises(ValueError, match="an earlier step was not finite"):
+        optimizer.step()
+    assert optimizer._pending == []
 
 
 def test_ranks_have_the_bits_of_one_process(tmp_path):

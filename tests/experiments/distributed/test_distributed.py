@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from experiments.distributed import run
-from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, chosen
+from experiments.distributed import failures, run, speed
+from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, Rank, Tally, chosen
 from experiments.harness.rows import ROOT, read
 from tests.support.distributed import planted_cases
 
@@ -77,6 +78,43 @@ def test_what_fails_is_said_and_the_others_go_on(tmp_path, torchrun):
         assert found[name].startswith(words) or (name == "dies" and "Connection" in found[name]), found[name]
     assert done.returncode == 1
     assert [path.name for path in tmp_path.glob(".ranks-*")] == []
+
+
+def test_bits_are_those_of_zeros_and_nan_too():
+    tally = Tally()
+    tally.bits("equal", torch.tensor([-0.0, float("nan"), 1.0]), torch.tensor([-0.0, -float("nan"), 1.0]))
+    assert tally.different == 0
+    tally.bits("a sign", torch.tensor([-0.0]).bfloat16(), torch.tensor([0.0]).bfloat16())
+    assert tally.different == 1
+    assert tally.wrong
+
+
+def test_ranks_that_hang_are_no_ranks_that_ended():
+    """The last dies or never comes; the others have an error, and need not be killed."""
+    assert failures.by_themselves([1, -9])
+    assert failures.by_themselves([-6, -9])
+    assert not failures.by_themselves([-9, -9])
+    assert not failures.by_themselves([0, -9])
+
+
+def test_decoding_sees_layers_that_add_nothing(tmp_path, monkeypatch):
+    """Whose outputs are the inputs: 0.97 of the cosine of the right ones."""
+    here = Rank(0, 1, torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(speed, "added", lambda y: y)
+    monkeypatch.setattr(speed, "in_turn", lambda rank, calls, *_: {key: [1.0] for key in calls})
+    right, wrong = Tally(), Tally()
+    speed.decode(here, right, 1)
+    assert right.wrong == []
+    decoders = speed.decoders
+
+    def broken(*given):
+        nets = decoders(*given)
+        nets["int4"] = torch.nn.Identity()
+        return nets
+
+    monkeypatch.setattr(speed, "decoders", broken)
+    speed.decode(here, wrong, 1)
+    assert [word.partition(" has")[0] for word in wrong.wrong] == ["what layers add in int4"]
 
 
 def test_cases_are_chosen_by_kind_group_and_name():

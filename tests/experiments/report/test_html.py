@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 
@@ -10,7 +11,7 @@ import pytest
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
 from experiments.report import committed, history, plots
-from experiments.report.content import Comparison, Drawing, Section, Table, readable
+from experiments.report.content import Card, Comparison, Drawing, Headline, Section, Table, readable
 from experiments.report.pages import TEMPLATES, further_pages
 from experiments.report.results import number, shown
 from experiments.report.scoreboard import better, scoreboard, short
@@ -107,8 +108,8 @@ def test_the_count_is_of_the_lines():
         [published("time", 1.0, 2.0), published("perplexity", 8.1, None), published("time", 1.0, None)]
     )
     assert board.counted == (
-        "1 of 3 published values have a measured one beside them (same model, method and metric), and 0 of the 1 accuracies "
-        "among them"
+        "1 of 3 published values have a measured one beside them (same model, method and metric; devices may differ), and 0 of "
+        "the 1 accuracies among them"
     )
     assert [len(table.lines) for table in board.tables] == [1, 2]
     many = scoreboard([published("time", 1.0, 1.0)] * 41)
@@ -164,6 +165,12 @@ def test_short_runs_are_left_out_where_there_are_full_ones():
     assert shown([quick]) == [quick]
 
 
+def test_numbers_of_short_runs_are_marked():
+    full, quick = row(device="NVIDIA H200"), row("quality/quick/x")
+    assert Card(quick, "1", "speed", "bfloat16").run == "short run on CPU"
+    assert str(Headline("Twice", [quick, full])) == "Twice (short run on CPU, NVIDIA H200, 2026-11-26)."
+
+
 def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     first, second = row(value=1.0), row(value=2.0, date="2026-11-27T10:00:00Z", commit="4567abcd")
     kept = history.in_order([second, first, first, row(value=1.5, date="2026-11-26T09:00:00Z")])
@@ -175,6 +182,8 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     judged = [history.judged(row(metric=name), 5.0) for name in ("time", "speed", "gap, bits per byte")]
     assert judged == [", worse", ", better", ", worse"]
     assert history.judged(row(metric="time"), 1.0) == ""
+    gaps = [replace(row(value=value, metric="gap, bits per byte"), unit="%") for value in (-0.03, 0.01)]
+    assert history.changed(*gaps) == "+0.04 points"  # no -133.3%, better
 
 
 def test_values_of_the_first_screen_have_their_history_committed():
