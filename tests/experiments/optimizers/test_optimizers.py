@@ -59,7 +59,7 @@ def test_the_page_names_the_largest_and_misses_targets():
     assert "torchao, 8 bits 7000.0; ours, 8 bits 1.5; ours, 4 bits 1.8" in page.findings(rows)[0]
     said = str(page.headlines(rows)[0])
     assert "reaches 1.5 times with states in 8 bits and 1.8 times with states in 4 bits" in said
-    assert "torchao's 8-bit states 7,000 times" in said
+    assert "torchao's states 7000.0 in 8 bits" in said
     updated, gaps = page.targets_by_run(rows)
     assert [target.reached for target in updated.targets] == [True, True]
     assert [target.reached for target in gaps.targets] == [False]
