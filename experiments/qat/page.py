@@ -103,8 +103,8 @@ def main_finding(rows: Sequence[Row]) -> str:
         return ""
     low, high = (chosen(recovered, key=lambda row: row.value) for chosen in (min, max))
     return (
-        f"recovered of the loss: from {low.value:.1f}% ({label(low.setting, low.method)}) to {high.value:.1f}% "
-        f"({label(high.setting, high.method)})"
+        f"recovered of a small proxy model's loss: from {low.value:.1f}% ({label(low.setting, low.method)}) to "
+        f"{high.value:.1f}% ({label(high.setting, high.method)})"
     )
 
 
