@@ -47,7 +47,9 @@ def test_a_headline_has_the_values_device_and_days_of_its_rows():
 
 def test_the_first_page_is_short():
     assert len(PAGE.encode()) <= MOST_BYTES
-    headlines = re.findall(r"^- .+ \((?:NVIDIA .+|CPU|short run on CPU), \d{4}-.+\)\. \[\w+\]\(\w+\.md\)$", PAGE, re.MULTILINE)
+    headlines = re.findall(
+        r"^- .+ \((?:NVIDIA .+|CPU|short run on CPU), \d{4}-.+\)\. \[\w+\]\(\w+\.md\)$", PAGE, re.MULTILINE
+    )
     assert len(headlines) == HEADLINES
     assert all(re.search(r"\d", one) for one in headlines)
     for name in EXPERIMENTS:
