@@ -15,6 +15,8 @@ log2 e and rounded; the function itself is good to two units). Weights enter the
 u (2^-9 of bfloat16, 2^-12 of float16 with its subnormals 2^-25, 2^-24 of float32), their sum in float32, over `keys` terms in
 any order: gamma(keys + 8). So |dy| <= (e^(2E) (1 + u)(1 + 2 gamma) - 1) sum_j p_j |v_j| + 2^-25 sum_j |v_j| for float16,
 and half a unit of the output's dtype. Values times their scales are float32 products: one more roundoff a factor, inside gamma.
+Where a weight takes its token's scale before it is rounded, over a power of two up to the largest scale, 2^-25 is of that: the
+last sum times `spread`, how many times the smallest scale of the tokens the largest one is.
 
 **FP8 sums over a long context** (`accumulation="hopper_fp8"`). Weights e^(s - max) times `peak`, rounded to e4m3, are
 multiplied with values in e4m3 by the tensor core of `reference.matmul.tensor_core_model`, whose accumulator has 14 bits: in one
@@ -127,13 +129,21 @@ def attention_error_bound(
     length: Any = None,
     softcap: float | None = None,
     products: float = 0.0,
+    spread: float = 1.0,
 ) -> F64:
     """The most by which a kernel of float32 sums may differ from `attention` before its rounding: float64 (B, H, T, D of v).
 
     weights: dtype in which softmax's weights enter the second product (`WEIGHTS`). products: relative roundoff of each product
-    of scores beside float32's, where queries are rounded with the scales of channels. Other arguments as in `attention`.
+    of scores beside float32's, where queries are rounded with the scales of channels: 2^-10 of two roundings to float16, while
+    a channel's scale and its product with the query are no less than 2^-14 of the largest ones. spread: largest scale of a
+    token's values over the smallest one that is not 0, at least 1, where weights are rounded with them. Other arguments as in
+    `attention`. Raises ValueError for a spread below 1.
     """
     choice(weights, tuple(WEIGHTS), "weights")
+    if not spread >= 1:
+        raise ValueError(
+            f"spread is the largest scale over the smallest one, 1 or more, got {spread!r}; leave it out where scales are alike"
+        )
     p, _ = _problem(q, k, v, scale, causal, mask, length, softcap)
     width, keys = p.q.shape[-1], p.k.shape[-2]
     roundoff, lost = WEIGHTS[weights]
@@ -146,7 +156,7 @@ def attention_error_bound(
     grown = np.exp(2 * most) * (1 + roundoff) * (1 + 2 * gamma(keys + 8)) - 1
     values = np.abs(p.v)
     error = grown * _by_heads(unnormalized / total, values)
-    error = error + lost * _by_heads(seen.astype(np.float64), values) / total
+    error = error + lost * spread * _by_heads(seen.astype(np.float64), values) / total
     y = np.abs(_by_heads(unnormalized / total, p.v))
     return np.asarray(error + rounding_error(y + error, dtype_name(out_dtype, OUTPUTS, "out_dtype")))
 

@@ -194,7 +194,7 @@ def _divided(queries):
 def _scaled(weights, scale):
     """Weights times their values' scales over the largest one of the tile as a power of two, float16, and that power.
 
-    Scales beyond the end may be anything finite; their weights are 0.
+    Beyond the end they are those of the last token; their weights are 0.
     """
     largest = _power_below(tl.max(scale, 0))
     return (weights * (scale * _one_over_power(largest))[None, :]).to(tl.float16), largest
@@ -367,7 +367,7 @@ def attend_kernel(
         queries = (queries[0].to(tl.float32),)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         at = start + n
-        inside = tl.minimum(at, room - 1)
+        inside = tl.minimum(at, end - 1)
         line = inside[:, None] * WORDS + d[None, :]
         if GROUP > 1:
             group = start // GROUP * WIDTH
@@ -478,8 +478,10 @@ def refusal(
         return f"{q.shape[2]} queries of each head are prefill"
     if softcap:
         return "kernels have no softcap"
-    if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
-        return "kernels take a mask of bool, the same for all heads"
+    if mask is not None and (
+        mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] == 1
+    ):
+        return "kernels take a mask of bool (B, 1, T, S), the same for all heads"
     return None
 
 

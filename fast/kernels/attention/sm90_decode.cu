@@ -9,7 +9,9 @@
 // channel: those of neighbouring tokens are exchanged by PRMT. Weights are transposed by `movmatrix`, eight tokens by eight queries.
 //
 // Codes become float16 exactly, beside queries over a power of two each. A token's scale of keys multiplies its score; that of
-// values its weight, before that is rounded to 16 bits, over a power of two that follows the largest product of weight and scale.
+// values its weight, before that is rounded to 16 bits, over a power of two that follows tiles' largest weights times their largest
+// scales. What nobody looks at has a scale of 0 and is no part of that. Values as computed have no scale: their weights are rounded
+// over a power so small that it is that of the stored ones.
 //
 // Defined: KIND (0: 16-bit values, 1: e4m3, 2: int8, 3: int4), WIDTH, HEADS (queries of a key head), BF16 (of queries and values),
 // SCALES (0: none, 1: a token, 2: one of all, 3: one of a head, 4: keys by channel of GROUP tokens, values by token), ZERO, GROUP,
@@ -220,7 +222,8 @@ __device__ __forceinline__ void weigh(u32 (&w)[COUNT], float (&s)[COUNT][2], con
   float most[2] = {s[0][0], s[0][1]}, shrink[2], base[2], share[2] = {1.0f, 1.0f};
 #pragma unroll
   for (int i = 1; i < COUNT; i++) most[0] = fmaxf(most[0], s[i][0]), most[1] = fmaxf(most[1], s[i][1]);
-  float power = 0.0f;
+  // Of 16 bits the largest weights that fit, as small values have small scales.
+  float power = BF16 ? -64.0f : -14.0f;
   if constexpr (BY_TOKEN && !COMPUTED) {
     float longest = scale[0];
 #pragma unroll
@@ -251,7 +254,8 @@ __device__ __forceinline__ void weigh(u32 (&w)[COUNT], float (&s)[COUNT][2], con
     for (int c = 0; c < 2; c++) {
       p[c] = exponential(s[i][c] - base[c]);
       sums.total[c] += p[c];
-      if constexpr (BY_TOKEN) p[c] *= COMPUTED ? share[c] : scale[i] * share[c];
+      if constexpr (BY_TOKEN) p[c] *= share[c];  // first: a share of a tile of tiny scales is large
+      if constexpr (BY_TOKEN && !COMPUTED) p[c] *= scale[i];
     }
     w[i] = transposed(COMPUTED ? rounded(p[0], p[1]) : float16s(p[0], p[1]));
   }
@@ -279,9 +283,9 @@ struct Place {
   const float *k_scale, *v_scale;
   const signed char* k_zero;
   const unsigned char* mask;
-  int lane, quarter, eighth;
+  int lane, quarter, eighth, last;  // last: of the stored tokens
 
-  __device__ __forceinline__ int inside(int token) const { return min(token, p.room - 1); }
+  __device__ __forceinline__ int inside(int token) const { return min(token, last); }
 
   __device__ __forceinline__ void read_keys(Tile& t, int start) const {
 #pragma unroll
@@ -517,6 +521,9 @@ __device__ __forceinline__ void of_computed(Sums& sums, const Queries& q, const 
   for (int i = 0; i < 4; i++) s[i / 2][i % 2] = seen[i / 2] ? d[i] * p.factor : -infinity();
   u32 w[2];
   weigh<true>(w, s, ones, sums);
+  bool read[4];  // of the lane's slots of values: what nobody looks at may be NaN
+#pragma unroll
+  for (int e = 0; e < 4; e++) read[e] = __shfl_sync(ALL, int(seen[e / 2]), (2 * at.quarter + e % 2) * 4) != 0;
 #pragma unroll
   for (int word = 0; word < V_WORDS; word++) {
     u32 x[4][PAIRS];
@@ -524,6 +531,8 @@ __device__ __forceinline__ void of_computed(Sums& sums, const Queries& q, const 
     for (int e = 0; e < 4; e++) {
       const int slot = min(first + e / 2 * 8 + 2 * at.quarter + e % 2, slots - 1);
       load<4 * PAIRS>(x[e], v + slot * WIDTH + value_channel(2 * PAIRS * word, at.eighth));
+#pragma unroll
+      for (int u = 0; u < PAIRS; u++) x[e][u] = read[e] ? x[e][u] : 0;
     }
 #pragma unroll
     for (int u = 0; u < PAIRS; u++)
@@ -533,15 +542,16 @@ __device__ __forceinline__ void of_computed(Sums& sums, const Queries& q, const 
 }
 #endif
 
-// A tile's scores times scales, -infinity where nobody looks.
+// A tile's scores times scales, -infinity where nobody looks; values have a scale of 0 there.
 __device__ __forceinline__ void scale_scores(
-    float (&s)[OCTETS][2], const Queries& q, const Tile& t, const Place& at, int start, int end) {
+    float (&s)[OCTETS][2], const Queries& q, Tile& t, const Place& at, int start, int end) {
   const int least = WINDOW ? at.p.sinks : 0;
   const bool whole = start + TILE <= end && start >= least;
 #pragma unroll
   for (int i = 0; i < OCTETS; i++) {
     const int token = start + 8 * i + at.eighth;
     const bool seen = (whole || (token < end && token >= least)) && (!MASKED || t.seen[i]);
+    if constexpr (BY_TOKEN) t.v_scale[i] = seen ? t.v_scale[i] : 0.0f;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       float x = s[i][c];
@@ -643,7 +653,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits, first = split * each * BLOCK;
   if (split > 0 && first >= all) return;
   Place at = {p, shared.base[warp][0] + lane, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
-              p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4};
+              p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4, all - 1};
   if (SCALES == 1) at.k_scale += i64(pair) * p.room;
   if (BY_CHANNEL) at.k_scale += i64(pair) * (p.k_room / GROUP) * WIDTH, at.k_zero += i64(pair) * (p.k_room / GROUP) * WIDTH;
   if (BY_TOKEN) at.v_scale += i64(pair) * p.room;

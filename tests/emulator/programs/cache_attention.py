@@ -175,6 +175,9 @@ def attend(kind):
             keys.scale, values.scale = (torch.rand(kv) * 0.02 + 0.01 for _ in range(2))
         length = torch.tensor(0)
         append_(keys, values, k, v, length)
+        values.codes[:, :, tokens:] = 0x7F if values.scheme else torch.nan
+        if values.scale is not None and not values.static:
+            values.scale[:, :, tokens:] = torch.inf
         mask = None
         if masked:
             mask = torch.ones(batch, 1, queries, room, dtype=torch.bool)

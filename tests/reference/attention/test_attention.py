@@ -80,6 +80,24 @@ def test_error_bound(weights):
     bound = attention_error_bound(q, k, v, weights=weights, out_dtype="float32")
     assert (error <= bound).all()
     assert weights == "float32" or (error / bound).max() > 0.02
+    with pytest.raises(ValueError, match="1 or more"):
+        attention_error_bound(q, k, v, spread=0.5)
+
+
+def test_error_bound_of_weights_with_scales():
+    """Weights times scales in float16, over the largest one: a small scale's lose bits beside a large one."""
+    q, _, v = operands(3, keys=8)
+    k, scale, apart = np.zeros_like(v), np.full((1, 1, 8, 1), 1.1, np.float32), 2.0**22
+    v[:, :, :1], scale[:, :, :1] = 0.0, apart
+    rounded = (scale / np.float32(apart)).astype(np.float16).astype(np.float64) * apart
+    y = (
+        np.matmul(np.broadcast_to(rounded.swapaxes(-1, -2), (*q.shape[:3], 8)), np.repeat(v / scale, 2, 1))
+        / 8
+    )
+    error = np.abs(y - attention(q, k, v, out_dtype="float64"))
+    rules = {"weights": "float16", "out_dtype": "float32"}
+    assert (error <= attention_error_bound(q, k, v, spread=apart / 1.1, **rules)).all()
+    assert not (error <= attention_error_bound(q, k, v, **rules)).all()
 
 
 def long_context(keys, seed=4):

@@ -40,6 +40,57 @@ CASES = {
     "a tensor": ("int8 tensor", 1, 4, 2, 128, 96, 77, False, 1, torch.bfloat16),
     "values of float16": ("bfloat16", 1, 8, 1, 64, 96, 96, False, 1, torch.float16),
 }
+
+
+def _behind(keys, values, length):
+    """Behind the last token there is what an earlier sequence left."""
+    keys.scale[:, :, length:] = values.scale[:, :, length:] = torch.inf
+    values.codes[:, :, length:] = 0x7F
+
+
+def _hidden(keys, values, length):
+    """Of what the mask hides scales are infinite."""
+    keys.scale[:1, :, 4::3] = values.scale[:1, :, 4::3] = torch.inf
+
+
+def _small(keys, values, length):
+    """Values are small, stored and as computed."""
+    values.scale *= 2.0**-17
+    values.computed *= 2.0**-17
+
+
+def _hidden_as_computed(keys, values, length):
+    """What the mask hides is NaN as computed."""
+    positions = keys.window.position(np.arange(keys.window.slots), length)
+    hidden = (positions >= 4) & (positions % 3 == 1)
+    assert hidden.any()
+    keys.computed[:, :, hidden] = values.computed[:, :, hidden] = torch.nan
+
+
+def _zeros(keys, values, length):
+    """The first tile has scales of 0 and by far the largest score."""
+    values.scale[:, :, :32], values.scale[:, :, 32:] = 0.0, 8.0
+    keys.scale[:] *= 0.01
+    keys.scale[:, :, 0] *= 1e4
+
+
+def _apart(keys, values, length):
+    """One token has a far larger scale, and channels of 0."""
+    values.scale[:] = 2.0**-4
+    values.scale[:, :, 5] = 2.0**14
+    values.codes[:, :, 5, ::2] = 0
+
+
+#: What is changed in the caches of another case.
+CHANGED = {
+    "behind": ("fp8", _behind),
+    "hidden": ("int8", _hidden),
+    "hidden as computed": ("window", _hidden_as_computed),
+    "small": ("fp8 window", _small),
+    "zeros": ("fp8", _zeros),
+    "apart": ("fp8", _apart),
+}
+CASES |= {name: CASES[base] for name, (base, _) in CHANGED.items()}
 STATIC = {"fp8 head": ("fp8", torch.tensor([0.01, 0.02])), "int8 tensor": ("int8", torch.tensor([0.03]))}
 
 
@@ -60,6 +111,8 @@ def cache(name):
     )
     length = torch.tensor(0)
     append_(keys, values, k, v, length)
+    if name in CHANGED:
+        CHANGED[name][1](keys, values, int(length))
     q = torch.randn(batch, heads, 1, width, generator=draw).to(dtype)
     mask = None
     if masked:
@@ -96,6 +149,15 @@ def attended(name, **device):
     return y.transpose(1, 2).double()
 
 
+def spread(values, tokens):
+    """The largest scale of a token's values over the smallest one."""
+    if values.scale is None or values.static:
+        return 1.0
+    scales = values.scale[:, :, :tokens]
+    scales = scales[(scales > 0) & scales.isfinite()]
+    return float(scales.max() / scales.min())
+
+
 def within(name, **device):
     """Whether the emulated result is within the bound."""
     q, keys, values, length, mask = cache(name)
@@ -111,12 +173,18 @@ def within(name, **device):
     weights = str(q.dtype).removeprefix("torch.") if window.slots or not keys.scheme else "float16"
     out = str(q.dtype).removeprefix("torch.")
     bound = attention_error_bound(
-        q, *held, weights=weights, out_dtype=out, products=2.0**-10 * (keys.axis == 2), **rules
+        q,
+        *held,
+        weights=weights,
+        out_dtype=out,
+        products=2.0**-10 * (keys.axis == 2),
+        spread=spread(values, tokens),
+        **rules,
     )
     return bool((np.abs(y.numpy() - np.asarray(exact)) <= bound).all())
 
 
-@pytest.mark.parametrize("name", at_night(CASES, "values", "fp8", "channels"))
+@pytest.mark.parametrize("name", at_night(CASES, "values", "behind", "small", "channels"))
 def test_within_the_bound(name):
     require_nvrtc()
     assert within(name)
