@@ -33,6 +33,7 @@ CASES = {
     "int8": ("int8", 2, 4, 2, 64, 400, 90, True, 4, torch.bfloat16),
     "int4": (PLAIN4, 1, 4, 1, 64, 96, 77, False, 1, torch.float16),
     "window": ("int4_tokens", 1, 6, 2, 128, 160, 130, True, 1, torch.bfloat16),
+    "open, short": (OPEN, 1, 4, 1, 64, 96, 40, False, 2, torch.bfloat16),
     "short": ("int4_tokens", 1, 1, 1, 64, 96, 41, False, 2, torch.float16),
     "fp8 window": ("fp8_residual", 1, 2, 1, 64, 160, 130, False, 1, torch.bfloat16),
     "int8 channels": (CHANNELS8, 1, 2, 1, 64, 256, 200, False, 1, torch.bfloat16),
@@ -164,7 +165,11 @@ def within(name, **device):
     tokens, window = int(length), keys.window
     y = attended(name, **device)
     if keys.computed is not None:
-        held = [computed_values(x, token_values(x, tokens), length) for x in (keys, values)]
+        # The ring holds more of the last tokens than are seen as computed.
+        near = torch.from_numpy(window.seen(1, tokens, tokens, True))[0, 0, 0, :, None]
+        stored = [token_values(x, tokens) for x in (keys, values)]
+        computed = [computed_values(x, y, length) for x, y in zip((keys, values), stored, strict=True)]
+        held = [torch.where(near, x, y) for x, y in zip(computed, stored, strict=True)]
     else:
         held = [x.codes if not x.scheme else quantized_tokens(x, tokens) for x in (keys, values)]
         held = [x[:, :, :tokens] if isinstance(x, torch.Tensor) else x for x in held]
