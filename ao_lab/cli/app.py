@@ -505,7 +505,16 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(*described(error))
     except typer.TyperException as error:
         words = error.format_message()
-        return complain(f"{words} (see ao-lab --help)", error.exit_code) if words else 2
+        return complain(f"{words} (see {helped(error)} --help)", error.exit_code) if words else 2
+
+
+def helped(error: typer.TyperException) -> str:
+    """The command whose help has the options that a wrong command line lacks."""
+    context, names = getattr(error, "ctx", None), list[str]()
+    while context is not None and context.parent is not None:
+        names.insert(0, str(context.info_name))
+        context = context.parent
+    return " ".join(["ao-lab", *names])
 
 
 def described(error: OSError | ImportError) -> tuple[str, int]:

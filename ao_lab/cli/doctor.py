@@ -151,7 +151,7 @@ def examine() -> list[Finding]:
 
 def cuda_torch(words: str) -> str:
     """Advice that ends in the CUDA build of torch: in a clone there is a command for it."""
-    return f"{words}: make test TORCH=cuda" if is_clone() else f"{words}; see pytorch.org"
+    return f"{words}: make install TORCH=cuda" if is_clone() else f"{words}; see pytorch.org"
 
 
 def library(name: str, *, remedy: str = "", required: bool = False) -> Finding:

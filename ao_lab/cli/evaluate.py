@@ -100,7 +100,7 @@ def show(results: Evaluation, as_json: bool) -> None:
         print_json(results.to_dict())
         return
     rows = [
-        [task, name, f"{value:.6g}"]
+        [task, f"relative error, {name}" if task == "weights" else name, f"{value:.6g}"]
         for task, numbers in results.tasks.items()
         for name, value in numbers.items()
     ]

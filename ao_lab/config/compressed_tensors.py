@@ -362,10 +362,21 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
         )
     if before.kernel != after.kernel:
         told.append(
-            f"kernel: {after.kernel}: ao_lab dequantizes weights and inputs before each matmul, as transformers does, so that "
-            "results are bitwise equal; this is no faster than dense layers, kernel= selects a faster kernel"
+            f"kernel: {after.kernel}, so that results are bitwise those of transformers, which dequantizes weights and inputs "
+            "before each matmul; this is no faster than dense layers, the option "
+            f"kernel={_faster_kernel(after)} selects a faster kernel"
         )
     return told
+
+
+def _faster_kernel(recipe: Recipe) -> str:
+    """A kernel that multiplies what a recipe of readers stores; its sums are not those of transformers."""
+    if recipe.activation is None or recipe.weight.scale.block not in (-1, "tensor"):
+        return "fused"
+    formats = (recipe.weight.format, recipe.activation.format)
+    if all(one.name == "int8" for one in formats):
+        return "int8"
+    return "scaled_mm" if all(one.kind == "float" and one.bits == 8 for one in formats) else "fused"
 
 
 def _why(inputs: Scheme) -> str:

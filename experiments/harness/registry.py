@@ -102,6 +102,7 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
 def check_known(experiment: str, parts: Iterable[str], names: Iterable[str]) -> None:
     """ValueError for a name that is no part of an experiment."""
     parts = list(parts)
+    listed = ("; " if any("," in part for part in parts) else ", ").join(parts)
     for name in names:
         if name not in parts:
-            raise ValueError(f"unknown part {name!r} of {experiment}; the parts are {', '.join(parts)}")
+            raise ValueError(f"unknown part {name!r} of {experiment}; the parts are {listed}")

@@ -489,6 +489,9 @@ def test_defaults_are_what_the_command_takes(capsys):
         (["eval", "meta-llama/Llama-3.2-1B"], "hf download meta-llama/Llama-3.2-1B"),
         (["tune", "meta-llama/Llama-3.2-1B", "--recipe", "rowwise"], "hf download meta-llama/Llama-3.2-1B"),
         (["eval", "{out}/a"], "/a; give a folder that ao-lab quantize or transformers wrote"),
+        (["quantize", "{folder}", "{out}", "--set", "x=1"], "(see ao-lab quantize --help)"),
+        (["plot", "errors"], "(see ao-lab plot --help)"),
+        (["quantise"], "(see ao-lab --help)"),
         (
             ["quantize", "{folder}", "{out}", "--config", "nf4", "--layout", "compressed-tensors"],
             "compressed-tensors has no format for nf4",

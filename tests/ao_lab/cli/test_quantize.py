@@ -315,8 +315,8 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
         "weights: int8_rowwise_cast in place of int8_rowwise, because loaders store scales in the weight's dtype",
         "inputs: compressed_tensors.int8_token in place of int8_rowwise, because loaders scale inputs by 127.5, without zero "
         "points, in the input's dtype",
-        "kernel: dequantize: ao_lab dequantizes weights and inputs before each matmul, as transformers does, so that "
-        "results are bitwise equal; this is no faster than dense layers, kernel= selects a faster kernel",
+        "kernel: dequantize, so that results are bitwise those of transformers, which dequantizes weights and inputs before "
+        "each matmul; this is no faster than dense layers, the option kernel=int8 selects a faster kernel",
     ]
     assert any("one scale for all tokens" in line for line in made["limits"])
     code = main(

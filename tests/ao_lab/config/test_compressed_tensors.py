@@ -1,5 +1,6 @@
 """`for_layout`: weights whose stored numbers survive the readers' own arithmetic, whatever the weights are."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,10 +8,18 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
+import ao_lab
 import fast
 from ao_lab import NVFP4WeightOnlyConfig
 from ao_lab.checkpoint.plain_readers import reading
-from ao_lab.config.compressed_tensors import activation_as_read, common_name, is_as_read, reader_activation
+from ao_lab.config.compressed_tensors import (
+    activation_as_read,
+    changes,
+    common_name,
+    is_as_read,
+    reader_activation,
+    recipe_for_readers,
+)
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
 from reference import SCHEMES, Scales
@@ -245,3 +254,24 @@ def test_the_price_of_the_power_of_two():
 )
 def test_names(weight, inputs, name):
     assert common_name(Recipe(weight=named(weight), activation=named(inputs))) == name
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "kernel"),
+    [
+        ("int8_rowwise", "int8_rowwise", "int8"),
+        ("fp8_rowwise", "fp8_rowwise", "scaled_mm"),
+        ("int8_g32", "int8_rowwise", "fused"),
+        ("mxfp4", "mxfp4", "fused"),
+    ],
+)
+def test_the_faster_kernel_that_is_named_takes_the_recipe(weight, inputs, kernel):
+    """What `changes` tells of kernel="dequantize" ends in an option that runs, and that for_layout keeps."""
+    config = ao_lab.SchemeConfig(scheme=weight, activation_scheme=inputs)
+    told = changes(config.recipe(), recipe_for_readers(config.recipe()))
+    assert told[-1].startswith("kernel: dequantize")
+    assert f"kernel={kernel} selects" in told[-1]
+    layer = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False)).bfloat16()
+    ao_lab.quantize_(layer, dataclasses.replace(config, kernel=kernel).for_layout("compressed-tensors"))
+    assert layer[0].weight.recipe.kernel == kernel
+    assert layer(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
