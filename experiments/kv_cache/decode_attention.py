@@ -22,6 +22,7 @@ from ao_lab.kv_cache.recipe import KVRecipe
 from ao_lab.measure.turns import Call, cache_bytes, input_sets
 from fast.attention.attention import attention
 from fast.attention.stored import append_, room_for
+from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
 
 #: Tokens that are written at once, a multiple of every group.
@@ -59,11 +60,12 @@ class Size:
 
 
 class Stored(NamedTuple):
-    """Keys, values, and how many tokens there are, int64 on their device."""
+    """Keys, values, how many tokens there are, int64 on their device, and whether keys are rotated."""
 
     keys: StoredTokens
     values: StoredTokens
     length: Tensor
+    rotate: bool
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +93,7 @@ def filled(recipe: KVRecipe, size: Size, heads: Heads, device: str) -> Stored:
     for start in range(0, size.tokens, AT_ONCE):
         count = min(AT_ONCE, size.tokens - start)
         append_(keys, values, tokens(count), tokens(count), length, recipe.rotate)
-    return Stored(keys, values, length)
+    return Stored(keys, values, length, recipe.rotate)
 
 
 def several(recipe: KVRecipe, size: Size, heads: Heads, device: str) -> list[Stored]:
@@ -108,7 +110,9 @@ def queries(size: Size, heads: Heads, device: str) -> Tensor:
 
 
 def ours(q: Tensor, held: Stored) -> Call:
-    """Attention of the library over a cache."""
+    """Attention of the library over a cache; where keys are rotated the query is too, in each call."""
+    if held.rotate:
+        return lambda: attention(hadamard(q.contiguous(), q.shape[-1]), held.keys, held.values, held.length)
     return lambda: attention(q, held.keys, held.values, held.length)
 
 
