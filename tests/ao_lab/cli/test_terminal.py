@@ -326,7 +326,7 @@ def test_the_doctor_gives_commands_that_work(monkeypatch, capsys, clone):
     for extra in ("hf", "jax", "ao", "eval"):
         assert (f"pip install -e '.[{extra}]'" in out) == clone
         assert (f"pip install 'ao_lab[{extra}]'" in out) == (not clone)
-    assert ("make test" in out) == clone
+    assert ("make install" in out) == clone
 
 
 def test_without_arguments_there_is_help_and_nothing_else():

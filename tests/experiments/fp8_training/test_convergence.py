@@ -67,7 +67,7 @@ def test_each_accumulation_has_its_limit():
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
     assert convergence_page.finding(rows) == [
-        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 39 not measured."
+        "Targets of speed and memory reached on a GPU: 2 of 3, 39 not measured."
     ]
     assert convergence_page.finding([replace(row, metric="other") for row in rows]) == []
     assert convergence_page.finding([]) == []
@@ -160,7 +160,7 @@ def test_gaps_are_of_held_out_text_and_of_others_where_they_are_beyond_the_margi
     assert first.endswith(
         "rowwise +0.10 ± 0.20% (within the margin); nvfp4 +0.70 ± 0.10% (beyond the margin, 3 of 5 seeds)."
     )
-    assert second == "Beyond the margin on wiki, full scale, a GPU, d: nvfp4 +3.00 ± 0.50% (3 of 5 seeds)."
+    assert second == "Beyond the margin on wiki, a GPU, d: nvfp4 +3.00 ± 0.50% (3 of 5 seeds)."
 
 
 def test_bfloat16_on_another_device_says_what_one_base_can_say():

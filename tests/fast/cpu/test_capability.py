@@ -36,4 +36,4 @@ def test_instructions_that_users_take_away_are_not_there():
 
 def test_a_line_for_people():
     have = CpuCapability(instructions="AVX512", bfloat16=True, float16=False, int8=True, amx=False)
-    assert str(have) == "AVX512; products in bfloat16, int8; none in float16, AMX"
+    assert str(have) == "AVX512; fast matmuls in bfloat16, int8; none in float16, AMX"
