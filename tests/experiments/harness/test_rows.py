@@ -20,7 +20,7 @@ from tests.experiments.harness import tiny
 # Runs of `reproduce` that are killed at random moments lose no row and double none; two at once are refused.
 
 #: How many runs are killed: each draws its moment anew, so that nightly ones fall into more of them.
-KILLS = (1, pytest.param(50, marks=pytest.mark.nightly))
+KILLS = (pytest.param(50, marks=pytest.mark.nightly),)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forks of one process")
