@@ -30,6 +30,8 @@ POINTERS = (
 NUMBERS = "3qf8i4x"
 #: Decoders, and who shares a scale, by the numbers that the source gives them.
 KINDS = ("value", "fp8", "int8", "int4")
+#: Bits of a channel.
+BITS = {"value": 16, "fp8": 8, "int8": 8, "int4": 4}
 SCALES = ("", "token", "tensor", "head", "channel")
 WARPS = 4
 #: Queries that may share a key head: columns of the tensor core's product.
@@ -58,7 +60,7 @@ class Problem(NamedTuple):
     @property
     def row(self) -> int:
         """Bytes of a token."""
-        return self.width * {"value": 16, "int4": 4}.get(self.kind, 8) // 8
+        return self.width * BITS[self.kind] // 8
 
 
 class Variant(NamedTuple):
@@ -138,7 +140,7 @@ PARTS_KERNEL = Kernel(
 def variant_of(problem: Problem) -> Variant:
     """Registers of a tile, sums and queries decide how many programs a multiprocessor has."""
     tile = min(MOST_TOKENS, STEP_BYTES // problem.row)
-    return Variant(tile, 4 if problem.kind == "int4" else 2)
+    return Variant(tile, 4 if BITS[problem.kind] == 4 else 2)
 
 
 def refusal(q: torch.Tensor, k: StoredTokens) -> str | None:
