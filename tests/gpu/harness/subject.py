@@ -26,6 +26,8 @@ Row = dict[str, Any]
 PARTS = ("bits", "times")
 #: Lines of a check that are printed.
 SHOWN = 6
+#: Of this process, see `Asked.shard`: where there are several, each compiles what its checks need, and nothing beforehand.
+SHARD = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Asked:
     shapes: Sequence[tuple[int, ...]] = ()
     every: bool = False
     out: Path | None = None
+    #: Which of the checks: those whose number leaves the first when it is divided by the second.
+    shard: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,9 @@ class Progress:
                 "torch": torch.__version__,
                 "wrong": self.wrong,
             }
-            text = json.dumps({**about, "left out": self.left_out, "times": self.rows}, indent=1, default=str)
-            (self.asked.out / f"{self.name}.json").write_text(text + "\n")
+            content = {**about, "checks": self.done, "left out": self.left_out, "times": self.rows}
+            path = self.asked.out / f"{self.name}{shard_suffix(self.asked.shard)}.json"
+            path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
     def verdict(self) -> int:
         """Print the sum; 1 where something was wrong, 2 where something was left out, else 0."""
@@ -110,11 +115,20 @@ class Progress:
         return 1 if self.wrong else 2 if self.left_out else 0
 
 
+def shard_suffix(shard: tuple[int, int]) -> str:
+    """What names a shard's file; nothing for all checks."""
+    return "" if shard[1] == 1 else f".{shard[0]}-of-{shard[1]}"
+
+
 def perform(subject: Subject, asked: Asked) -> int:
     """All that was asked of a subject; see `Progress.verdict`."""
-    progress = Progress(subject.name, asked)
+    global SHARD
+    progress, SHARD = Progress(subject.name, asked), asked.shard
     if "bits" in asked.parts:
-        for label, call in subject.checks(asked):
+        mine = (
+            each for at, each in enumerate(subject.checks(asked)) if at % asked.shard[1] == asked.shard[0]
+        )
+        for label, call in mine:
             if asked.only not in label:
                 continue
             if time.monotonic() - progress.begin > asked.seconds:
@@ -200,6 +214,8 @@ def beyond(label: str, got: Any, truth: torch.Tensor, allowed: torch.Tensor) -> 
 
 def in_threads(function: Callable[[Any], object], tasks: Iterable[Any]) -> None:
     """Calls side by side that let other threads run, as NVRTC does."""
+    if SHARD[1] > 1:
+        return
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(function, dict.fromkeys(tasks)))
 
@@ -207,6 +223,8 @@ def in_threads(function: Callable[[Any], object], tasks: Iterable[Any]) -> None:
 def in_processes(function: Callable[[Any], object], tasks: Iterable[Any]) -> None:
     """Calls side by side of what takes seconds each, such as Triton's compiler, into caches on the disk. Failures show again
     where a kernel is used."""
+    if SHARD[1] > 1:
+        return
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
         futures = [pool.submit(function, task) for task in dict.fromkeys(tasks)]
     failed = [str(one.exception())[:300] for one in futures if one.exception()]
