@@ -1,8 +1,9 @@
 """`torchrun --standalone --nproc-per-node 2 -m experiments.distributed [--only NAME] [--seconds S] [--out DIR]`, or without
 torchrun `python -m experiments.distributed --ranks 2`: cases of several ranks, a row each as it comes.
 
-The exit code is 1 where a case failed. `ao-lab reproduce distributed` runs the same, and writes pages. Of torchrun's processes
-the first starts the ranks, as many as torchrun was asked for, and starts them again behind a case that ends them."""
+The exit code is 1 where a case failed. Cases of which the reports have no passed row of this device, scale and number of ranks
+go first, and with `--missing` they alone. `ao-lab reproduce distributed` runs the same, and writes pages. Of torchrun's
+processes the first starts the ranks, as many as torchrun was asked for, and starts them again behind a case that ends them."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from pathlib import Path
 import torch
 
 from experiments.distributed.cases import Case, chosen
-from experiments.distributed.launch import launch
-from experiments.distributed.ranks import STARTED, Plan, failed, run_rank
+from experiments.distributed.launch import launch, stand_by
+from experiments.distributed.ranks import EXPERIMENT, STARTED, Plan, failed, in_need, run_rank
 from experiments.harness.paths import Paths, shown
+from experiments.harness.rows import read
 from experiments.runs.run import SCALES, settings_for
 
 CASES = f"{__package__}.run"
@@ -33,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         plan = plan_of(arguments, cases)
         if STARTED in os.environ:
+            stand_by(os.environ[STARTED])
             return run_rank(plan)
         if os.environ.get("RANK", "0") != "0":
             return 0  # the first of torchrun's processes starts ranks, and starts them again behind one that dies
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     wrong = failed(plan)
-    sys.stdout.write(f"{len(cases)} cases, {len(wrong)} failed: {shown(plan.path)}\n")
+    sys.stdout.write(f"{len(plan.cases)} cases, {len(wrong)} failed: {shown(plan.path)}\n")
     sys.stdout.writelines(f"failed: {name}\n" for name in wrong)
     return code
 
@@ -63,9 +66,11 @@ def plan_of(arguments: argparse.Namespace, cases: list[Case]) -> Plan:
             f"cases are of two and more ranks, got {ranks}; --ranks 2, or --nproc-per-node 2 of torchrun"
         )
     scale = arguments.scale or ("full" if device == "cuda" else "quick")
-    cache = Paths.default().cache
-    out = arguments.out or cache / "distributed"
-    return Plan(cases, settings_for(scale, device, cache), out, arguments.seconds)
+    paths = Paths.default()
+    settings = settings_for(scale, device, paths.cache)
+    known = read(paths.data / f"{EXPERIMENT}.csv")
+    ordered = in_need(cases, known, settings, ranks, arguments.missing)
+    return Plan(ordered, settings, arguments.out or paths.cache / EXPERIMENT, arguments.seconds)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m experiments.distributed", description=__doc__)
     made.add_argument(
         "--only", action="append", default=[], help="a case, a group or a kind of them; several times"
+    )
+    made.add_argument(
+        "--missing", action="store_true", help="leave out what reports say has passed here before"
     )
     made.add_argument("--seconds", type=float, help="start nothing after so many")
     made.add_argument("--out", type=Path, help="a folder of reports: rows go to data/distributed.csv in it")

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ NOTHING, DIES, DIES_SAVING, SLOW, HANGS = "nothing", "dies", "dies saving", "slo
 #: Words of the errors of a folder whose file was cut, or is gone.
 CUT, GONE = "it is cut off or was added to, fetch it again", "give a folder that save_pretrained wrote"
 RUNS = (NOTHING, DIES, DIES_SAVING, SLOW, HANGS)
+#: By which ranks end.
+ENDING = (DIES, DIES_SAVING, HANGS)
 #: Seconds that a rank comes late, after which the group gives up on one, and in which a run of such has ended.
 LATE, TIMEOUT, ENDED = 4.0, 20.0, 110.0
 
@@ -171,26 +174,45 @@ def by_first(work: Any) -> Any:
     return case
 
 
-def happened(rank: Rank, what: str) -> tuple[Path, list[int], float]:
-    """The folder, exit codes and seconds of a run in which something happened; on GPUs all such runs go at once, made once."""
+@dataclass(frozen=True)
+class Outcome:
+    """A run in which something happened: its exit codes, its seconds, the complete checkpoints that it left; exit codes of the
+    run that went on behind ranks that ended (empty: it was not to)."""
+
+    codes: list[int]
+    seconds: float
+    complete: list[str]
+    again: list[int]
+
+
+def outcome(rank: Rank, folder: Path, what: str) -> Outcome:
+    """Let it happen, and go on where ranks end by it."""
+    codes, seconds = ends(rank, folder, what)
+    names = [path.name for path in complete(folder)]
+    return Outcome(codes, seconds, names, ends(rank, folder)[0] if what in ENDING else [])
+
+
+def happened(rank: Rank, what: str) -> tuple[Path, Outcome]:
+    """The folder and the outcome of a run in which something happened; on GPUs all such runs go at once, made once."""
     base = rank.folder.parent / "runs"
     base.mkdir(exist_ok=True)
     wanted = RUNS if rank.device.type == "cuda" else (what,)
     missing = [one for one in wanted if not (base / f"{one}.json").exists()]
 
     def run(one: str) -> None:
-        (base / f"{one}.json").write_text(json.dumps(ends(rank, base / one, one)))
+        (base / f"{one}.json").write_text(json.dumps(asdict(outcome(rank, base / one, one))))
 
     with ThreadPoolExecutor(len(RUNS)) as pool:
         list(pool.map(run, missing))
-    codes, seconds = json.loads((base / f"{what}.json").read_text())
-    return base / what, codes, seconds
+    return base / what, Outcome(**json.loads((base / f"{what}.json").read_text()))
 
 
 def expected_weights(rank: Rank, tally: Tally) -> dict[str, torch.Tensor]:
     """Weights of a run to which nothing happens."""
-    folder, codes, _ = happened(rank, NOTHING)
-    tally.true(f"a run to which nothing happens ends with {codes}: {last(folder)}", not any(codes))
+    folder, found = happened(rank, NOTHING)
+    tally.true(
+        f"a run to which nothing happens ends with {found.codes}: {last(folder)}", not any(found.codes)
+    )
     return weights_in(folder)
 
 
@@ -209,13 +231,14 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 def dies(rank: Rank, tally: Tally, what: str) -> None:
     """All ranks end with an error in time; checkpoints from before are whole, and the run goes on to the same weights."""
     expected = expected_weights(rank, tally)
-    folder, codes, seconds = happened(rank, what)
-    tally.values["seconds to the end of all ranks"] = (seconds, "s")
-    tally.true(f"ranks ended with {codes}", by_themselves(codes))
-    tally.true(f"they took {seconds:.0f} s", seconds < longest(rank) - 1)
-    names = [path.name for path in complete(folder)]
-    tally.true(f"complete checkpoints: {names}", names == [f"step_{step + 1}" for step in range(AT)])
-    goes_on(rank, tally, folder, expected)
+    folder, found = happened(rank, what)
+    tally.values["seconds to the end of all ranks"] = (found.seconds, "s")
+    tally.true(f"ranks ended with {found.codes}", by_themselves(found.codes))
+    tally.true(f"they took {found.seconds:.0f} s", found.seconds < longest(rank) - 1)
+    whole = [f"step_{step + 1}" for step in range(AT)]
+    tally.true(f"complete checkpoints: {found.complete}", found.complete == whole)
+    tally.true(f"the run that goes on ends with {found.again}: {last(folder)}", not any(found.again))
+    alike(tally, weights_in(folder), expected)
 
 
 def by_themselves(codes: list[int]) -> bool:
@@ -228,11 +251,8 @@ def longest(rank: Rank) -> float:
     return ENDED * (1 if rank.device.type == "cuda" else 2)
 
 
-def goes_on(rank: Rank, tally: Tally, folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The same run again, from its last complete checkpoint."""
-    codes, _ = ends(rank, folder)
-    tally.true(f"the run that goes on ends with {codes}: {last(folder)}", not any(codes))
-    found = weights_in(folder)
+def alike(tally: Tally, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Whole weights."""
     for name, value in expected.items():
         tally.bits(name, found[name], value)
 
@@ -240,11 +260,9 @@ def goes_on(rank: Rank, tally: Tally, folder: Path, expected: dict[str, torch.Te
 def slow(rank: Rank, tally: Tally) -> None:
     """A rank that comes late, but in time: nothing changes."""
     expected = expected_weights(rank, tally)
-    folder, codes, _ = happened(rank, SLOW)
-    tally.true(f"ranks ended with {codes}: {last(folder)}", not any(codes))
-    found = weights_in(folder)
-    for name, value in expected.items():
-        tally.bits(name, found[name], value)
+    folder, found = happened(rank, SLOW)
+    tally.true(f"ranks ended with {found.codes}: {last(folder)}", not any(found.codes))
+    alike(tally, weights_in(folder), expected)
 
 
 def cut(rank: Rank, tally: Tally) -> None:

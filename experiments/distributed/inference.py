@@ -224,8 +224,8 @@ def stored(rank: Rank, tally: Tally, scheme: str) -> None:
 
 CASES = (
     *(
-        Case(f"tensor parallel, {name}", partial(tensor_parallel, name=name), SLICES, day=name == "int4 weights")
-        for name in configurations()
+        Case(f"stored weights, {scheme}", partial(stored, scheme=scheme), BITS)
+        for scheme in ("int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise", "mxfp4", "nvfp4")
     ),
     *(
         Case(f"experts, {scheme}{f', inputs {inputs}' * bool(inputs)}", partial(experts, scheme=scheme, inputs=inputs), BITS)
@@ -235,7 +235,7 @@ CASES = (
         )
     ),
     *(
-        Case(f"stored weights, {scheme}", partial(stored, scheme=scheme), BITS)
-        for scheme in ("int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise", "mxfp4", "nvfp4")
+        Case(f"tensor parallel, {name}", partial(tensor_parallel, name=name), SLICES, day=name == "int4 weights")
+        for name in configurations()
     ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ next ones go on behind it (`experiments.distributed.launch`).
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from ao_lab.cli.terminal import say
 from experiments.distributed.cases import LINE, NEEDS_GPUS, RANKS, SECONDS, Case, Rank, Tally
 from experiments.harness.measuring import LATE, Values, Wrong, free, status
-from experiments.harness.rows import NOT_RUN, Row, read, write
+from experiments.harness.rows import NOT_RUN, Row, read, table_name, write
 from experiments.runs.run import Settings
 
 EXPERIMENT = "distributed"
@@ -121,6 +122,28 @@ class Plan:
         whole(self.run, json.dumps({"since": since, "until": until}))
 
 
+def in_need(
+    cases: Iterable[Case], known: Iterable[Row], settings: Settings, ranks: int, alone: bool = False
+) -> list[Case]:
+    """Cases that are not known to have passed first, in their order; the others behind them, or (alone) not at all.
+
+    known: rows of which those of this device, scale and number of ranks count.
+    """
+    passed = {
+        (row.table, row.setting, row.method)
+        for row in known
+        if row.metric == "status: ok" and row.device == settings.device_name
+    }
+    cases, data = list(cases), f"{ranks}-ranks"
+    done = {
+        case.name
+        for case in cases
+        if (table_name(case.kind, settings.scale, data), case.expected, case.name) in passed
+    }
+    first = [case for case in cases if case.name not in done]
+    return first if alone else [*first, *(case for case in cases if case.name in done)]
+
+
 def take_over(plan: Plan, ranks: int, codes: Sequence[int] = ()) -> None:
     """Write down what began and did not end, since its ranks ended, with what they said; remove their folders.
 
@@ -159,6 +182,7 @@ def joined(device: str, folder: Path, longest: float) -> Rank:
 
 def run_rank(plan: Plan) -> int:
     """Run all cases that have no rows yet; the exit code of this process."""
+    faulthandler.enable()  # says where a signal ends this process
     longest = max((limit_of(case, plan.settings.device) for case in plan.cases), default=0.0)
     rank = joined(plan.settings.device, plan.out, longest)
     meeting, cases = Meeting(rank), {case.name: case for case in plan.cases}

@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from experiments.distributed import failures, run, speed
 from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, Rank, Tally, chosen
+from experiments.distributed.launch import launch
+from experiments.distributed.ranks import FAILED, Plan, in_need
+from experiments.harness.measuring import status
 from experiments.harness.rows import ROOT, read
+from experiments.runs.run import settings_for
 from tests.support.distributed import planted_cases
 
 DAY = [case.name for case in run.CASES if case.day]
@@ -115,6 +120,36 @@ def test_decoding_sees_layers_that_add_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "decoders", broken)
     speed.decode(here, wrong, 1)
     assert [word.partition(" has")[0] for word in wrong.wrong] == ["what layers add in int4"]
+
+
+def test_what_has_not_passed_here_goes_first_or_alone(tmp_path):
+    """Rows of another device, of another number of ranks, and of a case that failed are none of a case that passed."""
+    settings = settings_for("quick", "cpu", tmp_path)
+    cases = run.CASES[:5]
+    plan = Plan(cases, settings, tmp_path)
+    rows = [row for case in cases[:4] for row in plan.rows(case, 3 if case is cases[2] else 2, status("ok"))]
+    rows = [replace(row, device="a GPU") if row.method == cases[3].name else row for row in rows]
+    rows += plan.rows(cases[4], 2, status("wrong: a value"))
+    wanted = [cases[2], cases[3], cases[4]]
+    assert in_need(cases, rows, settings, 2, alone=True) == wanted
+    assert in_need(cases, rows, settings, 2) == [*wanted, *cases[:2]]
+
+
+@pytest.mark.nightly
+def test_ranks_started_ahead_go_on_at_once(tmp_path):
+    """Behind a case that kills a rank; none of them is left."""
+    chosen_cases = [case for case in planted_cases.CASES if case.name in ("dies", "last")]
+    plan = Plan(chosen_cases, settings_for("quick", "cpu", tmp_path), tmp_path)
+    given = ["--device", "cpu", "--out", str(tmp_path), "--cases", planted_cases.__name__]
+    for case in chosen_cases:
+        given += ["--only", case.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        assert launch(plan, 2, given, ahead=True) == FAILED
+    words = {r.method: r.metric for r in read(plan.path) if r.metric.startswith("status: ")}
+    assert words["last"] == "status: ok"
+    assert words["dies"].startswith("status: error")
+    assert list(tmp_path.glob(".turn-*")) == []
 
 
 def test_cases_are_chosen_by_kind_group_and_name():
