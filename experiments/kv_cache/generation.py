@@ -1,17 +1,23 @@
-"""What a token takes in a whole model, by recipe of the cache: transformers' `generate()`, and a step in a loop of one's own.
+"""What a token of a whole model takes, by recipe of the cache: transformers' compiled `generate()`, and a loop of one's own.
 
-**generate()** (`GENERATE`): with transformers' own static cache, and with ours by `use_kv_cache_`; from the difference of two
-lengths of answers, so that the prompt is not in it. **A step** (`STEP`): the model's own forward over a long context, on a GPU
-replayed from a CUDA graph, all methods in turn; the cache is filled with random tokens, since no time depends on them. Weights
-are random, at the shapes of Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model.
+**generate()** (`GENERATE`): with transformers' own static cache, and with ours by `use_kv_cache_`, as users call it: compiled
+as transformers compiles by default, with attention "sdpa" where it is transformers'. Each method has a model, all of the same
+weights; after calls that compile they answer in turn. A token's time is the median of an answer's steps behind its first ones,
+by the host's clock, since transformers waits for every token. **Over a long context** (`LONG`) it is given a cache that is
+filled already. **A step** (`STEP`): the model's own forward over a long context, on a GPU replayed from a CUDA graph, all
+methods in turn. Filled caches hold random tokens, since no time depends on them. Weights are random, at the shapes of
+Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model, which transformers does not compile.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -22,24 +28,27 @@ from ao_lab.kv_cache.recipe import RECIPES
 from ao_lab.measure.generation import by_transformers
 from ao_lab.measure.turns import Plan, Span, Watch, interleaved, prepare, summary, watch_of
 from experiments.harness.bench import repeated
-from experiments.harness.measuring import Deadline, Values, attempt, status
+from experiments.harness.measuring import Deadline, Values, attempt, bar, status
 from experiments.kv_cache.decode_attention import AT_ONCE
-from experiments.kv_cache.speed import TIMED
 
-GENERATE, STEP, DATA = "generate", "step", "random-weights"
+GENERATE, LONG, STEP, DATA = "generate", "generate_long", "step", "random-weights"
 TIME, FIRST = "time", "first call"
 OWN = "transformers' cache"
 #: A recipe's name behind weights in int4.
 INT4 = "int4 weights, "
 #: Room behind the context: steps before and in what is timed.
 SPARE = 128
-#: Answers that are timed, after two that compile.
-ANSWERS = 3
+#: Answers of each method, in turn, after two that compile.
+ANSWERS = 5
+#: Compiled programs of one function at once: those of all methods, which torch forgets beyond its own limit.
+PROGRAMS = 64
+COMPILED = "programs compiled"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama model, sequences, and tokens of a context; of `generate()` new tokens of a long and of a short answer."""
+    """A Llama model, sequences, and tokens of a context; of `generate()` tokens of an answer, and of them the first ones, whose
+    time is not counted."""
 
     name: str
     batch: int
@@ -50,13 +59,14 @@ class Case:
     vocabulary: int = 128256
     heads: int = 32
     kv_heads: int = 8
-    long: int = 72
-    short: int = 8
+    new: int = 72
+    first: int = 8
+    note: str = ""
 
     @property
     def setting(self) -> str:
         """As rows have it."""
-        return f"{self.name}, {self.batch} x {self.context}"
+        return f"{self.name}, {self.batch} x {self.context}{self.note}"
 
     def model(self, device: str) -> Any:
         """With random bfloat16 weights, made on the device."""
@@ -77,10 +87,16 @@ class Case:
             torch.set_default_dtype(before)
 
 
+#: What a setting says where no prompt is read.
+FILLED = ", cache filled before"
 _TINY = {"layers": 2, "hidden": 128, "intermediate": 256, "vocabulary": 512, "heads": 2, "kv_heads": 1}
 GENERATED = {
     "cuda": Case("8 layers of Llama-3.1-8B", 16, 8192),
-    "cpu": Case("2 small layers", 2, 16, **_TINY, long=6, short=2),
+    "cpu": Case("2 small layers", 2, 16, **_TINY, new=6, first=2),
+}
+ANSWERED = {
+    "cuda": Case("Llama-3.1-8B", 1, 131072, layers=32, new=24, note=FILLED),
+    "cpu": Case("2 small layers", 1, 192, **_TINY, new=6, first=2, note=FILLED),
 }
 STEPPED = {
     "cuda": Case("Llama-3.1-8B", 1, 131072, layers=32),
@@ -96,75 +112,217 @@ STEPS = (
     "int4_tokens",
     *(INT4 + name for name in ("bfloat16", "int4", "int4_tokens")),
 )
+#: The same of `generate()` over a filled cache, transformers' own cache last: it takes the longest.
+ANSWERS_OF = ("bfloat16", "fp8", *(INT4 + name for name in ("int4", "int4_tokens")), OWN)
 PLANS = {"cuda": Plan(rounds=10, warmup=1, span=1e-9), "cpu": Plan(rounds=2, warmup=1, span=1e-9)}
 
 
-def generated(
-    case: Case, device: str, recipes: Sequence[str], deadline: Deadline
-) -> Iterator[tuple[str, Values]]:
-    """Milliseconds a token of `generate()` by method, as they are measured, transformers' own cache first; of one that fails or
-    that the deadline does not reach its status."""
-    model = case.model(device)
+@dataclass
+class Arm:
+    """A method of `generate()`: its model, and what each call gets besides the prompt."""
+
+    model: Any
+    options: Callable[[], Mapping[str, Any]]
+    #: Milliseconds a token of each answer.
+    times: list[float] = field(default_factory=list)
+
+    def steps(self, prompt: Tensor, new: int) -> list[float]:
+        """Seconds of each step of an answer but the first."""
+        from transformers import StoppingCriteriaList
+
+        marks: list[float] = []
+        never = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+
+        def clock(input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
+            # transformers has waited for the token of the step before.
+            marks.append(time.perf_counter())
+            return never
+
+        by_transformers(
+            self.model, prompt, new, stopping_criteria=StoppingCriteriaList([clock]), **self.options()
+        )
+        return [after - before for before, after in pairwise(marks)]
+
+    def answer(self, prompt: Tensor, case: Case) -> Values:
+        """Remember the median step of an answer; no values."""
+        self.times.append(statistics.median(self.steps(prompt, case.new)[case.first :]) * 1e3)
+        return {}
+
+    def compile(self, prompt: Tensor, case: Case) -> Values:
+        """Two answers, of which transformers compiles the first, and records CUDA graphs in both."""
+        programs, started = _programs(), time.perf_counter()
+        self.steps(prompt, case.new)
+        first = time.perf_counter() - started
+        self.steps(prompt, case.new)
+        return {FIRST: (first, "s"), COMPILED: (_programs() - programs, "")}
+
+    def values(self) -> Values:
+        """Over all answers."""
+        return {
+            TIME: (statistics.median(self.times), "ms"), f"{TIME}, least": (min(self.times), "ms"),
+            f"{TIME}, most": (max(self.times), "ms"), "answers": (len(self.times), ""),
+        }  # fmt: skip
+
+
+def _programs() -> int:
+    """How many programs torch has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def sharing(model: Any) -> Any:
+    """A copy of a model with the same parameters and buffers."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+#: Makes the arm of a method.
+Make = Callable[[str], Arm]
+
+
+def methods_of(part: str, recipes: Sequence[str]) -> list[str]:
+    """The methods of GENERATE, LONG or STEP that have one of these recipes, and transformers' own cache."""
+    if part == GENERATE:
+        return [OWN, *recipes]
+    names = ANSWERS_OF if part == LONG else STEPS
+    return [name for name in names if name == OWN or name.removeprefix(INT4) in recipes]
+
+
+def generated(case: Case, device: str, names: Sequence[str], deadline: Deadline) -> Mapping[str, Values]:
+    """Milliseconds a token of `generate()` by method, answers in turn; of one that fails or that the deadline does not reach
+    its status."""
     prompt = torch.randint(3, case.vocabulary, (case.batch, case.context), device=device)
-    for name in (OWN, *recipes):
-        reason = deadline.reason()
-        yield name, status(reason) if reason else attempt(partial(_generated, case, model, prompt, name))
+    model: list[Any] = []
+
+    def make(name: str) -> Arm:
+        model[:] = model or [case.model(device)]
+        own = sharing(model[0])
+        use_kv_cache_(own, None if name == OWN else name)
+        return Arm(own, lambda: {"cache_implementation": "static"} if name == OWN else {})
+
+    return _answers(case, prompt, names, make, deadline)
 
 
-def _generated(case: Case, model: Any, prompt: Tensor, name: str) -> Values:
+def answered(case: Case, device: str, names: Sequence[str], deadline: Deadline) -> Mapping[str, Values]:
+    """The same over caches that are filled already, one a method."""
+    # Of the prompt the last token alone is read.
+    prompt = torch.randint(3, case.vocabulary, (case.batch, case.context + 1), device=device)
+    models: dict[bool, Any] = {}
+
+    def make(name: str) -> Arm:
+        own = sharing(_model_of(case, device, name, models))
+        cache = _cache_of(own, case, name)
+
+        def options() -> Mapping[str, Any]:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(case.context)
+            return {"past_key_values": cache}
+
+        return Arm(own, options)
+
+    return _answers(case, prompt, names, make, deadline)
+
+
+def _answers(
+    case: Case, prompt: Tensor, names: Sequence[str], make: Make, deadline: Deadline
+) -> Mapping[str, Values]:
+    """Compile all methods, then let each answer in turn, as often as the deadline allows, at least once."""
+    arms: dict[str, Arm] = {}
+    results: dict[str, Values] = {}
     torch._dynamo.reset()
-    use_kv_cache_(model, None if name == OWN else name)
-    # transformers remembers that an earlier cache was compiled.
-    if hasattr(model, "_previous_max_cache_length"):
-        del model._previous_max_cache_length
-    more = {"cache_implementation": "static"} if name == OWN else {}
-
-    def seconds(new: int) -> float:
-        return by_transformers(model, prompt, new, **more)[0]
-
-    first = seconds(case.long)
-    seconds(case.long)
-    short = min(seconds(case.short) for _ in range(2))
-    each = [(seconds(case.long) - short) / (case.long - case.short) * 1e3 for _ in range(ANSWERS)]
+    try:
+        with (
+            torch._dynamo.config.patch(recompile_limit=PROGRAMS),
+            bar("generate()", len(names) + ANSWERS) as step,
+        ):
+            for name in names:
+                results[name] = _begun(case, prompt, name, make, arms, deadline)
+                step(name)
+            for number in range(ANSWERS):
+                _in_turn(case, prompt, arms, results, deadline if number else Deadline(None))
+                step("answers")
+    finally:
+        torch._dynamo.reset()
     return {
-        TIME: (statistics.median(each), "ms"), f"{TIME}, least": (min(each), "ms"), f"{TIME}, most": (max(each), "ms"),
-        FIRST: (first, "s"),
-    }  # fmt: skip
+        name: {**results[name], **arms[name].values()} if name in arms else results[name] for name in names
+    }
 
 
-def stepped(case: Case, device: str, recipes: Sequence[str] = TIMED) -> Mapping[str, Values]:
-    """Milliseconds of a step by method, all in turn; of one that fails its status."""
-    watch, plan, model = watch_of(device), PLANS[device], case.model(device)
+def _begun(
+    case: Case, prompt: Tensor, name: str, make: Make, arms: dict[str, Arm], deadline: Deadline
+) -> Values:  # fmt: skip
+    """Compile a method, which is among the arms then."""
+
+    def begin() -> Values:
+        arm = make(name)
+        values = arm.compile(prompt, case)
+        arms[name] = arm
+        return values
+
+    reason = deadline.reason()
+    return status(reason) if reason else attempt(begin)
+
+
+def _in_turn(
+    case: Case, prompt: Tensor, arms: dict[str, Arm], results: dict[str, Values], deadline: Deadline
+) -> None:  # fmt: skip
+    """An answer of each arm; one that fails is none any more."""
+    if deadline.left() <= 0:
+        return
+    for name, arm in list(arms.items()):
+        values = attempt(partial(arm.answer, prompt, case))
+        if "status: ok" not in values:
+            results[name] = values
+            del arms[name]
+
+
+def stepped(case: Case, device: str, names: Sequence[str], deadline: Deadline) -> Mapping[str, Values]:
+    """Milliseconds of a step by method, all in turn; of one that fails or that the deadline does not reach its status."""
+    watch, plan = watch_of(device), PLANS[device]
     spans: dict[str, Span] = {}
     results: dict[str, Values] = {}
-    wanted = [name for name in STEPS if name == OWN or name.removeprefix(INT4) in recipes]
-    # Graphs read the weights that they were captured with: each sort has a model.
-    for name in sorted(wanted, key=lambda one: one.startswith(INT4)):
-        if name.startswith(INT4) and not hasattr(model, "in_int4"):
-            model = _in_int4(case.model(device))
-        results[name] = attempt(partial(_begin, watch, plan, case, model, name, spans))
+    models: dict[bool, Any] = {}
+    for name in names:
+        reason = deadline.reason()
+        begin = partial(_begin, watch, plan, case, device, name, models, spans)
+        results[name] = status(reason) if reason else attempt(begin)
     if spans:
-        times = interleaved(watch, spans, plan)
-        for name in spans:
-            results[name] = {**results[name], **summary(times[name]).values()}
-        first = next(iter(spans))
-        results[first] = {**results[first], **repeated(times, first)}
+        failed = attempt(partial(_time, watch, plan, spans, results))
+        if "status: ok" not in failed:
+            results |= dict.fromkeys(spans, failed)
     return results
+
+
+def _time(watch: Watch, plan: Plan, spans: dict[str, Span], results: dict[str, Values]) -> Values:
+    """Time what was captured, and add it to the results."""
+    times = interleaved(watch, spans, plan)
+    for name in spans:
+        results[name] = {**results[name], **summary(times[name]).values()}
+    first = next(iter(spans))
+    results[first] = {**results[first], **repeated(times, first)}
+    return {}
+
+
+def _model_of(case: Case, device: str, name: str, models: dict[bool, Any]) -> Any:
+    """The model of a method; graphs read the weights that they were captured with: each sort has one."""
+    in_int4 = name.startswith(INT4)
+    if in_int4 not in models:
+        model = case.model(device)
+        models[in_int4] = _in_int4(model) if in_int4 else model
+    return models[in_int4]
 
 
 def _in_int4(model: Any) -> Any:
     from ao_lab import Int4WeightOnlyConfig, quantize_
 
     quantize_(model, Int4WeightOnlyConfig())
-    model.in_int4 = True
     return model
 
 
-def _begin(watch: Watch, plan: Plan, case: Case, model: Any, name: str, spans: dict[str, Span]) -> Values:
+def _begin(
+    watch: Watch, plan: Plan, case: Case, device: str, name: str, models: dict[bool, Any], spans: dict[str, Span]
+) -> Values:  # fmt: skip
     """Capture the step of a method over a filled cache, which its graph goes on reading."""
-    recipe = name.removeprefix(INT4)
-    use_kv_cache_(model, None if recipe == OWN else recipe)
-    cache = filled_cache(model, case, None if recipe == OWN else recipe)
+    model = _model_of(case, device, name, models)
+    cache = _cache_of(model, case, name)
     token = torch.full((case.batch, 1), 3, device=model.device)
 
     def step() -> Tensor:
@@ -176,6 +334,13 @@ def _begin(watch: Watch, plan: Plan, case: Case, model: Any, name: str, spans: d
     spans[name] = prepare(watch, [step], plan)
     taken = next(layer for layer in cache.layers)
     return {"bytes of the cache": (case.layers * _nbytes(taken), "B")}
+
+
+def _cache_of(model: Any, case: Case, name: str) -> Any:
+    """The filled cache of a method, which the model's attention is set to read."""
+    recipe = None if name == OWN else name.removeprefix(INT4)
+    use_kv_cache_(model, recipe)
+    return filled_cache(model, case, recipe)
 
 
 def _nbytes(layer: Any) -> int:
@@ -203,15 +368,19 @@ def filled_cache(model: Any, case: Case, recipe: str | None) -> Any:
 
 
 __all__ = [
+    "ANSWERED",
     "GENERATE",
     "GENERATED",
     "INT4",
+    "LONG",
     "OWN",
     "STEP",
     "STEPPED",
     "STEPS",
     "Case",
+    "answered",
     "filled_cache",
     "generated",
+    "methods_of",
     "stepped",
 ]

@@ -6,8 +6,8 @@ FP8 operands: in one chain over the context, and in chains of 128 tokens that ar
 **needle** (`NEEDLE`): a small attention model trained here, asked for one token among many (`experiments.kv_cache.needle`),
 from caches in low precision and by FP8 sums: how many needles are found, and how many answers are not those of exact sums.
 
-**speed** (`SPEED`): one layer of decode attention by recipe and by peers (`experiments.kv_cache.speed`). **generate**, **step**
-(`GENERATE`, `STEP`): a token of a whole model (`experiments.kv_cache.generation`).
+**speed** (`SPEED`): one layer of decode attention by recipe and by peers (`experiments.kv_cache.speed`). **generate**,
+**generate_long**, **step** (`GENERATE`, `LONG`, `STEP`): a token of a whole model (`experiments.kv_cache.generation`).
 
 **A real model** (`real NAME`): every token of a window is predicted from a cache of ours, token by token as decoding would: the
 first token fills the cache, all others attend to what is stored, their own keys and values too. Changes are paired with the
@@ -17,7 +17,7 @@ model's own predictions; standard errors are over documents.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
 #: What `--only` names beside recipes: parts, of a run on real models the first three alone.
 REAL_MODELS = "models"
-PARTS = (SUMS, NEEDLE, REAL_MODELS, speed.SPEED, generation.GENERATE, generation.STEP)
+PARTS = (SUMS, NEEDLE, REAL_MODELS, speed.SPEED, generation.GENERATE, generation.LONG, generation.STEP)
 check_parts = partial(check_known, EXPERIMENT, (*PARTS, *RECIPES))
 #: Which tokens of a window are predicted: all, or the last quarter, which sees the longest context.
 ALL, LAST = "all positions", "last quarter"
@@ -82,7 +82,10 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     }  # fmt: skip
     if settings.asked is None:
         timed = Timed(settings, journal, Deadline(settings.seconds))
-        parts |= {speed.SPEED: timed.speed, generation.GENERATE: timed.generate, generation.STEP: timed.step}
+        parts |= {
+            speed.SPEED: timed.speed, generation.GENERATE: timed.generate, generation.LONG: timed.generate_long,
+            generation.STEP: timed.step,
+        }  # fmt: skip
     named = [part for part in parts if part in settings.only] or list(parts)
     failed = [row for part in named for row in parts[part]()]
     return all_rows(settings, journal, failed)
@@ -135,24 +138,26 @@ class Timed:
         return failed
 
     def generate(self) -> list[Row]:
-        """transformers' `generate()`, a recipe after the other."""
-        failed: list[Row] = []
-        case, kind, data = generation.GENERATED[self.scaled], generation.GENERATE, generation.DATA
-        recipes = self.missing(kind, data, case.setting, chosen(self.settings, speed.RECIPES_OF[self.scaled]))
-        if recipes and self.deadline.left() > 0:
-            with bar("generate()", len(recipes) + 1) as step:
-                for name, values in generation.generated(case, self.settings.device, recipes, self.deadline):
-                    self.keep(failed, kind, data, case.setting, name, values)
-                    step(name)
-        return failed
+        """transformers' `generate()`, all methods in turn."""
+        return self._of_model(generation.GENERATE, generation.GENERATED, generation.generated)
+
+    def generate_long(self) -> list[Row]:
+        """The same over a long context that the cache holds already."""
+        return self._of_model(generation.LONG, generation.ANSWERED, generation.answered)
 
     def step(self) -> list[Row]:
         """A step of a whole model over a long context, all methods in turn."""
+        return self._of_model(generation.STEP, generation.STEPPED, generation.stepped)
+
+    def _of_model(
+        self, part: str, cases: Mapping[str, generation.Case], measure: Callable[..., Mapping[str, Values]]
+    ) -> list[Row]:
         failed: list[Row] = []
-        case, kind, data = generation.STEPPED[self.scaled], generation.STEP, generation.DATA
-        recipes = chosen(self.settings, speed.RECIPES_OF[self.scaled])
-        if self.missing(kind, data, case.setting, recipes) and self.deadline.left() > 0:
-            for name, values in generation.stepped(case, self.settings.device, recipes).items():
+        case, data = cases[self.scaled], generation.DATA
+        kind = generation.STEP if part == generation.STEP else generation.GENERATE
+        names = generation.methods_of(part, chosen(self.settings, speed.RECIPES_OF[self.scaled]))
+        if self.missing(kind, data, case.setting, names) and self.deadline.left() > 0:
+            for name, values in measure(case, self.settings.device, names, self.deadline).items():
                 self.keep(failed, kind, data, case.setting, name, values)
         return failed
 

@@ -35,6 +35,8 @@ from experiments.kv_cache.decode_attention import (
 
 SPEED, DATA = "speed", "normal-tokens"
 TIME, FLOOR = "time", "time of a copy of its bytes"
+#: What peers read.
+BASE = "bfloat16"
 #: Recipes with a kernel of their own, in the order of pages.
 TIMED = ("bfloat16", "fp8", "fp8_residual", "int8", "int4", "int4_tokens")
 #: By size: all, or some where only that it runs is of interest.
@@ -70,7 +72,7 @@ def refusal(size: Size, heads: Heads, recipes: Sequence[str], device: str) -> st
     tokens = size.batch * size.tokens
     # What an earlier size has left would count as taken.
     free_memory()
-    names = {"bfloat16", *recipes}
+    names = {BASE, *recipes}
     needed = tokens * sum(RECIPES[name].bytes_per_token(heads.keys, heads.width) for name in names)
     free = torch.cuda.mem_get_info()[0]
     # Tokens before they are stored, and what methods allocate themselves.
@@ -92,26 +94,46 @@ def measure(
         return dict.fromkeys(names, status(reason))
     watch, q = watch_of(device), queries(size, heads, device)
     spans: dict[str, Span] = {}
-    try:
-        held = {
-            name: several(RECIPES[name], size, heads, device)
-            for name in dict.fromkeys(["bfloat16", *recipes])
-        }
-    except torch.OutOfMemoryError as error:
-        return dict.fromkeys(names, status(f"error: {type(error).__name__}: {error}"))
-    results = {
-        name: _status_of(name) or attempt(partial(_begin, watch, q, held, name, PLANS[device], spans))
-        for name in names
-    }
-    if not spans:
-        return results
-    times = interleaved(watch, spans, PLANS[device])
+    held: dict[str, list[Stored]] = {}
+    results = {name: _status_of(name) or {} for name in names}
+    for name in dict.fromkeys([BASE, *recipes]):
+        results[name] = attempt(partial(_fill, held, name, size, heads, device))
+    for name in names:
+        if not results[name] or "status: ok" in results[name]:
+            results[name] = attempt(partial(_begin, watch, q, held, name, PLANS[device], spans))
+    if spans:
+        timed = attempt(partial(_time, watch, held, PLANS[device], spans, rate, results))
+        if "status: ok" not in timed:
+            results |= dict.fromkeys(spans, timed)
+    return {name: results[name] for name in names}
+
+
+def _fill(held: dict[str, list[Stored]], name: str, size: Size, heads: Heads, device: str) -> Values:
+    """Keep the caches of a recipe; no values."""
+    held[name] = several(RECIPES[name], size, heads, device)
+    return {}
+
+
+def _time(
+    watch: Watch, held: Mapping[str, list[Stored]], plan: Plan, spans: dict[str, Span], rate: float,
+    results: dict[str, Values],
+) -> Values:  # fmt: skip
+    """Time what was captured, and add it to the results."""
+    times = interleaved(watch, spans, plan)
     for name in spans:
-        floor = held.get(name, held["bfloat16"])[0].nbytes / rate
+        floor = _caches(held, name)[0].nbytes / rate
         results[name] = {**results[name], **summary(times[name]).values("us"), FLOOR: (floor * 1e6, "us")}
     first = next(iter(spans))
     results[first] = {**results[first], **repeated(times, first)}
-    return results
+    return {}
+
+
+def _caches(held: Mapping[str, list[Stored]], name: str) -> list[Stored]:
+    """Those of a recipe; of a peer those in bfloat16. RuntimeError where they could not be filled."""
+    found = held.get(name if name in RECIPES else BASE)
+    if found is None:
+        raise RuntimeError(f"there is no cache in {BASE} to read: filling it failed")
+    return found
 
 
 def _status_of(name: str) -> Values | None:
@@ -125,7 +147,7 @@ def _begin(
 ) -> Values:
     """Compile, warm up and capture the calls of a method, one for each cache, into `spans`."""
     make = PEERS.get(name, ours)
-    calls = [make(q, one) for one in held.get(name, held["bfloat16"])]
+    calls = [make(q, one) for one in _caches(held, name)]
     named = kernel(launched(calls[0]))
     spans[name] = prepare(watch, calls, plan)
     return named

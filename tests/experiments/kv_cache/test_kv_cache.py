@@ -7,7 +7,9 @@ import pytest
 import torch
 import transformers
 
+from ao_lab.kv_cache.cache import use_kv_cache_
 from experiments.data import texts
+from experiments.harness.measuring import Deadline
 from experiments.harness.rows import Journal, Row
 from experiments.kv_cache import decode_attention, generation, needle, page, run, speed, speed_page
 from experiments.kv_cache.decode_attention import Heads, Size
@@ -138,15 +140,20 @@ def test_break_even(mine, base, expected):
 def test_times_as_parts_of_a_run(tmp_path, monkeypatch):
     """Recipes that --only names alone; what the journal has is not measured again, and a deadline starts nothing."""
     monkeypatch.setitem(speed.SIZES, "cpu", (Size(1, 16),))
-    small = replace(generation.GENERATED["cpu"], context=4, long=3, short=2)
+    small = replace(generation.GENERATED["cpu"], context=4, new=4, first=2)
+    monkeypatch.setattr(generation, "ANSWERS", 1)
     monkeypatch.setitem(generation.GENERATED, "cpu", small)
-    monkeypatch.setitem(generation.STEPPED, "cpu", replace(generation.STEPPED["cpu"], context=70))
-    settings = replace(settings_for("quick", "cpu", tmp_path), only=("speed", "generate", "step", "fp8"))
+    for cases in (generation.STEPPED, generation.ANSWERED):
+        monkeypatch.setitem(cases, "cpu", replace(cases["cpu"], context=70))
+    only = ("speed", "generate", "generate_long", "step", "fp8")
+    settings = replace(settings_for("quick", "cpu", tmp_path), only=only)
     journal = Journal()
     assert run.run(replace(settings, seconds=-1.0), journal) == []
     rows = run.run(settings, journal)
     times = {(one.table.split("/")[0], one.method) for one in rows if one.metric == "time" and one.value > 0}
     own = generation.OWN
+    answered = {one.setting for one in rows if one.table.startswith("generate/")}
+    assert answered == {cases["cpu"].setting for cases in (generation.GENERATED, generation.ANSWERED)}
     assert times == {
         ("speed", "fp8"), *(("speed", name) for name in speed.ON_CPUS), ("generate", own), ("generate", "fp8"),
         ("step", own), ("step", "fp8"),
@@ -154,9 +161,41 @@ def test_times_as_parts_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "measure", None)
     monkeypatch.setattr(generation, "stepped", None)
     monkeypatch.setattr(generation, "generated", None)
+    monkeypatch.setattr(generation, "answered", None)
     assert run.run(settings, journal) == rows
     with pytest.raises(ValueError, match="unknown part 'fp9' of kv_cache"):
         run.check_parts(["fp9"])
+
+
+def test_methods_that_fail_leave_the_others_their_times(monkeypatch):
+    """While a method begins, and in its turn; a deadline that is over starts none."""
+    case, calls = replace(generation.GENERATED["cpu"], context=4, new=4, first=2), []
+    monkeypatch.setattr(generation, "ANSWERS", 2)
+
+    class Half(generation.Arm):
+        def answer(self, prompt, case):
+            calls.append(self.model.config._attn_implementation)
+            if calls.count("ao_lab") == 2:
+                raise RuntimeError("late")
+            return super().answer(prompt, case)
+
+    def use(model, recipe):
+        if recipe == "int4":
+            raise ValueError("at once")
+        return use_kv_cache_(model, recipe)
+
+    monkeypatch.setattr(generation, "Arm", Half)
+    monkeypatch.setattr(generation, "use_kv_cache_", use)
+    names = generation.methods_of(generation.GENERATE, ["int4", "fp8"])
+    found = generation.generated(case, "cpu", names, Deadline(None))
+    assert list(found) == names
+    assert (found[generation.OWN]["answers"][0], found[generation.OWN]["time"][0] > 0) == (2, True)
+    assert (list(found["int4"]), list(found["fp8"])) == (
+        ["status: error: ValueError: at once"],
+        ["status: error: RuntimeError: late"],
+    )
+    late = generation.generated(case, "cpu", names, Deadline(-1.0))
+    assert [next(iter(one))[:15] for one in late.values()] == ["status: not run"] * 3
 
 
 def timed(kind, setting, method, metric, value):
