@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from experiments.calibration import choice, peers_page
+from experiments.calibration import choice, peers_page, shapes_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.encoders import encoder_sections
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
@@ -85,7 +85,10 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
     )
     board = Section("Published accuracies", [beside], [], [accuracies.table(EXPERIMENT, rows)])
-    return [*map(section, real_runs(rows)), *encoder_sections(rows), board]
+    return [*map(section, real_runs(rows)), *encoder_sections(rows), *shapes_page.sections(rows), board]
+
+
+targets_by_run = shapes_page.targets_by_run
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

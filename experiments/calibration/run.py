@@ -6,6 +6,8 @@ two texts. "Recovered" is the share of rounding's KL divergence from the dense m
 1 - method / rounding, paired by window with its standard error (linearized ratio). KL is the measure: at 4 bits changes of the
 loss drown in noise, and errors of single layers mislead.
 
+Seconds and memory at the shapes of large models are parts of their own (`experiments.calibration.shapes`).
+
 Rounding is measured first in each scheme, since all others are compared with it window by window; a resumed run measures it
 again. What a method does not take (its mathematics has no meaning in a scheme) is a row that says why.
 """
@@ -30,7 +32,7 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.measure.memory import Peak, synchronize
 from ao_lab.quantization.api import quantize_
-from experiments.calibration import choice
+from experiments.calibration import choice, shapes
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
 from experiments.data.texts import TextWindows, ratio_and_error
@@ -175,15 +177,25 @@ def subject(settings: Settings) -> str:
 
 
 def check_parts(names: Sequence[str]) -> None:
-    """ValueError for names that are neither methods nor schemes."""
+    """ValueError for names that are neither methods nor schemes, and for parts at large shapes beside methods and schemes."""
+    if any(name in shapes.PARTS for name in names) and not {*names} <= {*shapes.PARTS}:
+        raise ValueError(
+            f"{' and '.join(shapes.PARTS)} have methods and schemes of their own; name them without others"
+        )
     for name in names:
-        if name not in (*ARMS, *PEERS, choice.NAME):
+        if name not in (*ARMS, *PEERS, choice.NAME, *shapes.PARTS):
             try:
                 activation_scheme(name)
             except ValueError:
                 check_known(
                     EXPERIMENT,
-                    [*ARMS, *PEERS, choice.NAME, *dict.fromkeys(one for one, _ in CASES["full"])],
+                    [
+                        *ARMS,
+                        *PEERS,
+                        choice.NAME,
+                        *shapes.PARTS,
+                        *dict.fromkeys(one for one, _ in CASES["full"]),
+                    ],
                     [name],
                 )
 
@@ -224,8 +236,11 @@ def peers_of(settings: Settings, case: Case) -> list[str]:
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all models; rows in the journal are not measured again."""
+    """Rows of all models, or of the parts at large shapes that `settings.only` names; rows in the journal are not measured
+    again."""
     journal = journal if journal is not None else Journal()
+    if any(name in shapes.PARTS for name in settings.only):
+        return all_rows(settings, journal, shapes.run(settings, journal))
 
     def of_task(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
         module = importlib.import_module(MEASURED[model.task])

@@ -207,9 +207,14 @@ def failures(results: Results) -> list[str]:
 
 
 def table(
-    caption: str, results: Results, columns: Columns, lines: Sequence[tuple[str, str]] | None = None
+    caption: str,
+    results: Results,
+    columns: Columns,
+    lines: Sequence[tuple[str, str]] | None = None,
+    names: tuple[str, str] = ("training", "as"),
 ) -> Table:
-    """Methods with their settings and values; lines without any value are left out: `failures` names them."""
+    """Methods with their settings and values; lines without any value are left out: `failures` names them. names: of the
+    columns of methods and settings."""
     cells = []
     for setting, method in lines_of(results) if lines is None else lines:
         values = [results.value(setting, method, metric) for metric in columns]
@@ -219,8 +224,8 @@ def table(
                 for value, (_, digits, factor) in zip(values, columns.values(), strict=True)
             ]
             cells.append([method, setting, *shown])
-    names = ["training", "as", *(name for name, _, _ in columns.values())]
-    return Table(caption, names, cells, results.rows)
+    titles = [*names, *(name for name, _, _ in columns.values())]
+    return Table(caption, titles, cells, results.rows)
 
 
 FOLDER = Path(__file__).resolve().parents[1] / "published"
