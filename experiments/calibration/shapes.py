@@ -13,6 +13,7 @@ a time ("from files") it is all that was allocated. `ptq` has a byte-level token
 from __future__ import annotations
 
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -285,7 +286,7 @@ def ptq_values(settings: Settings, deadline: Deadline) -> Values:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "random-model"
         random_model(shapes, shapes.layers, settings.device).save_pretrained(folder)
-        tokenizer().save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer()), encoding="utf-8")
         asked = RealModels(models=(str(folder),), **few)
         seconds = None if settings.seconds is None else deadline.left()
         started = time.perf_counter()
@@ -315,12 +316,11 @@ def told(rows: list[Row], lost: list[Row], seconds: float) -> Values:
     return {**found, **{f"failed, {one.removeprefix('status: ')}": (1.0, "") for one in [*reasons][:4]}}
 
 
-def tokenizer() -> Any:
-    """Bytes as tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+def tokenizer() -> dict[str, Any]:
+    """Bytes as tokens, as a `tokenizer.json` says it: printable bytes stand for themselves, others for letters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = sorted([*map(chr, printable), *(chr(256 + place) for place in range(len(others)))])
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": {letter: place for place, letter in enumerate(letters)}, "merges": []}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
