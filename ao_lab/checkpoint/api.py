@@ -300,7 +300,8 @@ def load_pretrained(
     have another order where one of our kernels for few tokens runs (one token on a CPU);
     `weight.with_recipe(kernel="dequantize")` is bitwise equal.
 
-    model: a model of the same architecture to load into; it keeps its own generation_config. Default: transformers builds the
+    model: a model of the same architecture to load into; it keeps its own generation_config, and its tensors stay on their
+    devices ("meta": a CPU's). Default: transformers builds the
     class that config.json names, or else a causal language model, with the folder's generation_config.json. dtype: of
     floating-point tensors, and of the computation with quantized weights. Default: as saved.
 

@@ -407,7 +407,8 @@ def heads(model: nn.Module) -> list[str]:
 
 
 def fill(model: nn.Module, state: Tensors) -> None:
-    """Give every parameter and buffer its tensor: all are made before the first is put into its place."""
+    """Give every parameter and buffer its tensor, on the device of the one that it replaces ("meta": as it is). All are made
+    before the first is put into its place."""
     expected = model.state_dict(keep_vars=True)
     state = {**state, **{name: state[other] for name, other in tied(model, state).items()}}
     parameters: dict[int, nn.Parameter] = {}
@@ -420,7 +421,7 @@ def fill(model: nn.Module, state: Tensors) -> None:
             extra.append((owner, value))
             continue
         if leaf in owner._buffers:
-            slots.append((owner._buffers, leaf, value))
+            slots.append((owner._buffers, leaf, beside(value, expected.get(name))))
             continue
         trains = (
             expected[name].requires_grad
@@ -429,13 +430,21 @@ def fill(model: nn.Module, state: Tensors) -> None:
         )
         result = parameters.get(id(value))
         if result is None:
-            result = parameters[id(value)] = nn.Parameter(value, requires_grad=trains)
+            there = beside(value, expected[name])
+            result = parameters[id(value)] = nn.Parameter(there, requires_grad=trains)
         slots.append((owner._parameters, leaf, result))
     for table, leaf, value in slots:
         table[leaf] = value
     for owner, value in extra:
         owner.set_extra_state(value)
     preshuffle(model)
+
+
+def beside(value: torch.Tensor, before: Any) -> torch.Tensor:
+    """A tensor on the device of the one before it; as it is where there was none with memory."""
+    if not isinstance(before, torch.Tensor) or before.is_meta:
+        return value
+    return value.to(before.device)
 
 
 SETTINGS = "generation_config.json"

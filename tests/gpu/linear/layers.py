@@ -112,9 +112,11 @@ def products(made: nn.Linear, plain: QuantizedTensor) -> Iterator[str]:
             y = made(x)
             if not torch.equal(y, made(x)):
                 yield f"{count} rows have other bits the second time"
-        if count > stored:
+        if count > 128:
             if not torch.equal(y, functional.linear(x, plain.dequantize(), made.bias)):
                 yield f"{count} rows are not those of the dequantized weight"
+        elif count > stored:
+            yield from dense_products(count, y, x, plain.dequantize(), made.bias.detach())
         elif bad := outside(y, x, plain.quantized, made.bias.detach()):
             yield f"{count} rows: {bad} outside the bound"
     x = torch.randn((6, plain.shape[1]), dtype=torch.float32, device=DEVICE)
@@ -126,6 +128,20 @@ def products(made: nn.Linear, plain: QuantizedTensor) -> Iterator[str]:
     index = torch.tensor([5, 0, 17], device=DEVICE)
     if not torch.equal(functional.embedding(index, made.weight), plain.dequantize()[index]):
         yield "rows that are looked up differ"
+
+
+def dense_products(
+    count: int, y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[str]:
+    """Of the dequantized weight in the inputs' dtype, in any order. Tensor cores cut off where additions round, an error of two
+    roundings for one: twice what float32 sums may lose, and the rounding of the result."""
+    truth = x.double() @ w.double().t() + (0.0 if bias is None else bias.double())
+    allowed: Any = sum(
+        reference.matmul_error_bound(x, w.t(), accumulation="blocked", out_dtype=out, bias=bias)
+        for out in ("float32", "bfloat16")
+    )
+    if bad := int((~((y.double() - truth).abs() <= allowed)).sum()):
+        yield f"{count} rows: {bad} outside the bound of the dequantized weight"
 
 
 def rows_as_stored(w: QuantizedTensor) -> int:
@@ -348,9 +364,10 @@ def exact_experts_of(name: str, matrix: tuple[int, int]) -> Iterator[str]:
     stored = [exact_weight(named(name), *matrix, seed) for seed in range(4)]
     given = {part: [getattr(w, part) for w in stored] for part in ("codes", "scale", "zero")}
     joined = {part: None if each[0] is None else torch.stack(each) for part, each in given.items()}
+    outer = stored[0].outer  # one of all experts, which all of these have
     meta = quantized(torch.zeros(2, 128, 128, dtype=BF16), name).meta
     shape = (4, *stored[0].shape)
-    t = QuantizedTensor({**joined, "outer": None}, meta, shape).to(DEVICE)
+    t = QuantizedTensor({**joined, "outer": outer}, meta, shape).to(DEVICE)
     if t.meta.layout != LAYOUT:
         yield "weights that are moved to the GPU stay plain"
     for counts in ((1, 0, 1, 0), (7, 0, 30, 3), (64, 1, 0, 150), (100, 1, 0, 170)):
