@@ -2,7 +2,7 @@
 
     python .ci/release.py check [--full]      build sdist and wheel, install the wheel in a fresh environment, use it
     python .ci/release.py tag v0.1.0          whether version, changelog and citation agree with a tag
-    python .ci/release.py notes               the changelog's section of the version
+    python .ci/release.py notes               the changelog's section of the version; links as AO_LAB_REPOSITORY says
 
 `check` is `make release-check`. The wheel is made of the sdist, so that the sdist is complete; it is installed with the pinned
 versions of what NumPy users and the command line need, or with --full of everything, torch included. Files for GitHub and
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.step == "notes":
-            print(notes(version()), end="")
+            print(linked(notes(version()), f"v{version()}"), end="")
             return 0
         found = problems(arguments.name if arguments.step == "tag" else None)
     except ValueError as error:
@@ -118,6 +118,16 @@ def notes(wanted: str, root: Path = ROOT) -> str:
     if found is None:
         raise ValueError(f"CHANGELOG.md has no section of version {wanted}")
     return found[1].rstrip() + "\n"
+
+
+def linked(text: str, tag: str) -> str:
+    """Text whose relative links lead to the files of a tag, where AO_LAB_REPOSITORY names the repository; else as it is."""
+    repository = os.environ.get("AO_LAB_REPOSITORY", "").rstrip("/")
+    if not repository:
+        return text
+    from metadata import absolute  # it imports hatchling, which `check` has installed for its own Python
+
+    return absolute(text, repository, tag)
 
 
 def check(full: bool) -> None:

@@ -225,10 +225,15 @@ class Sums:
     agreed: int = 0
 
 
+#: Characters of a token that are encoded at first, and tokens at the end of a text that is cut which are not read.
+CHARACTERS, EDGE = 6, 256
+
+
 def windows_of(text: str, encode: Encode, length: int, limit: int, beginning: Sequence[int] = ()) -> Windows:
     """The first `limit` windows of a text, of `length` tokens with those of `beginning`; ValueError where there is not one.
 
-    Only as much text is encoded as the windows can need (a token stands for less than a hundred characters).
+    Only as much text is encoded as the windows need, four times more where it was too little; and EDGE tokens beyond
+    them, since the last tokens of a text that is cut may be others than those of the whole.
     """
     own = length - len(beginning)
     if own < 1:
@@ -236,7 +241,11 @@ def windows_of(text: str, encode: Encode, length: int, limit: int, beginning: Se
             f"a window of {length} tokens has no room for text after the {len(beginning)} that the tokenizer starts with; "
             f"give a larger --length"
         )
-    tokens = encode(text[: own * limit * 100])
+    end = own * limit * CHARACTERS
+    tokens = encode(text[:end])
+    while len(tokens.ids) < own * limit + EDGE and end < len(text):
+        end *= 4
+        tokens = encode(text[:end])
     count = min(len(tokens.ids) // own, limit)
     if count == 0:
         raise ValueError(

@@ -506,6 +506,19 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.TyperException as error:
         words = error.format_message()
         return complain(f"{words} (see {helped(error)} --help)", error.exit_code) if words else 2
+    except (RuntimeError, MemoryError) as error:
+        if not is_full(error):
+            raise
+        return complain(f"{error}; use a smaller model, fewer or shorter sequences, or --device cpu", 1)
+
+
+def is_full(error: RuntimeError | MemoryError) -> bool:
+    """Whether memory does not suffice; torch, whose errors say so, has been imported where there is one."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from ao_lab.measure.memory import out_of_memory
+
+    return out_of_memory(error)
 
 
 def helped(error: typer.TyperException) -> str:

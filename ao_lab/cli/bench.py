@@ -71,23 +71,20 @@ def command(
 
     check_device(device.value if device else None)
     names = [*(name for given in configs or [] for name in split(given)), *(more or [])]
-    try:
-        with (
-            when_stopped(lambda: "times are not kept; the same command starts again"),
-            track_progress("bench", plain=as_json, transient=True) as work,
-        ):
-            found = benchmark(
-                model,
-                shapes=[shape_of(one) for one in shape or []],
-                configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
-                batch=batch or (1, 16),
-                new_tokens=new_tokens,
-                compiled=compiled,
-                device=device.value if device else None,
-                progress=lambda what, done, total: work.at(done, what, total),
-            )
-    except (ValueError, TypeError) as error:
-        raise WrongInput(str(error)) from error
+    with (
+        when_stopped(lambda: "times are not kept; the same command starts again"),
+        track_progress("bench", plain=as_json, transient=True) as work,
+    ):
+        found = benchmark(
+            model,
+            shapes=[shape_of(one) for one in shape or []],
+            configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
+            batch=batch or (1, 16),
+            new_tokens=new_tokens,
+            compiled=compiled,
+            device=device.value if device else None,
+            progress=lambda what, done, total: work.at(done, what, total),
+        )
     if as_json:
         print_json(found.to_dict())
     else:

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ao_lab.cli.options import MODEL_FOLDER, AsJson, CorpusPath, OnDevice
+from ao_lab.cli.options import (
+    MODEL_FOLDER,
+    AsJson,
+    BatchSize,
+    ChatTemplate,
+    CorpusPath,
+    IncludePath,
+    NumFewshot,
+    OnDevice,
+)
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
@@ -20,6 +29,7 @@ from ao_lab.cli.terminal import (
     track_progress,
     when_stopped,
 )
+from ao_lab.install.extras import wrong_input
 
 
 def command(
@@ -58,13 +68,25 @@ def command(
         typer.Option(help="Quantization algorithm, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
     ] = None,
     calibration_windows: Annotated[int, typer.Option(help="Number of calibration sequences.")] = 128,
-    limit: Annotated[int, typer.Option(help="Number of evaluation sequences.")] = 32,
+    limit: Annotated[
+        int, typer.Option(help="Number of evaluation sequences (and of examples per harness task).")
+    ] = 32,
     length: Annotated[
         int | None, typer.Option(help="Tokens per sequence. Default: 512, or the model's context if shorter.")
     ] = None,
     new_tokens: Annotated[
         int, typer.Option(help="Tokens of the timed generate() call; 0 skips speed and memory.")
     ] = 32,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness, where it is installed; comma-separated or repeated."
+        ),
+    ] = None,
+    num_fewshot: NumFewshot = None,
+    batch_size: BatchSize = None,
+    apply_chat_template: ChatTemplate = False,
+    include_path: IncludePath = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -77,6 +99,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
+    from ao_lab.eval import HarnessOptions
+
     kept = (
         f"what was measured is in {out}; the same command goes on from there"
         if out
@@ -87,7 +111,8 @@ def command(
         named = [name for given in configs or [] for name in split(given)]
         run(model_dir, [*named, *(more or [])], out, where, as_json, text=text, corpus=corpus_path, calibration=calibration,
             methods=tuple(method or ()), calibration_windows=calibration_windows, limit=limit, length=length,
-            new_tokens=new_tokens)  # fmt: skip
+            new_tokens=new_tokens, tasks=[name for given in tasks or [] for name in split(given)],
+            harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path))  # fmt: skip
 
 
 def run(
@@ -112,7 +137,7 @@ def run(
                 progress=lambda what, done, total: work.at(done, what, total),
                 **settings,
             )
-    except (ValueError, TypeError) as error:
+    except WrongInput as error:
         raise WrongInput(str(error).replace("--text", "--eval")) from error
     if as_json:
         print_json(found.to_dict())
@@ -138,13 +163,13 @@ def configuration(text: str) -> Any:
         name, *settings = shlex.split(text)
     except ValueError as error:
         raise WrongInput(f"{text}: write NAME, or 'NAME key=value ...' ({error})") from error
-    return config_of(name, None, settings) if settings else of_name(name)
+    with wrong_input():
+        return config_of(name, None, settings) if settings else of_name(name)
 
 
 def show(found: Any) -> None:
     """The table, and what it holds for."""
-    from ao_lab.measure.comparison import COLUMNS
-
-    print_table(f"{found.model} on {found.conditions['text']}", COLUMNS, found.cells(), COLUMNS[1:])
+    head, *rows = found.table()
+    print_table(f"{found.model} on {found.conditions['text']}", head, rows, head[1:])
     for note in found.notes:
         console().print(note, markup=False)

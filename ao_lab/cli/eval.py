@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ao_lab.cli.options import CORPUS, AsJson, OnDevice
+from ao_lab.cli.options import (
+    CORPUS,
+    AsJson,
+    BatchSize,
+    ChatTemplate,
+    IncludePath,
+    NumFewshot,
+    OnDevice,
+)
 
 
 def command(
@@ -36,18 +44,10 @@ def command(
         Path | None,
         typer.Option(help=CORPUS),
     ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Harness: few-shot examples. Default: that of the task.")
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Harness: batch size, a number, auto or auto:N. Default: 1.")
-    ] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Harness: apply the tokenizer's chat template.")
-    ] = False,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Harness: folder with additional tasks (YAML).")
-    ] = None,
+    num_fewshot: NumFewshot = None,
+    batch_size: BatchSize = None,
+    apply_chat_template: ChatTemplate = False,
+    include_path: IncludePath = None,
     against: Annotated[Path | None, typer.Option(help="Folder of the base model to compare with.")] = None,
     device: OnDevice = None,
     save: Annotated[

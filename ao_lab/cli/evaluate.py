@@ -43,22 +43,19 @@ def run_eval(
     check_folder(folder)
     split_tasks(tasks, against is not None)
     check_before(folder, against, device, save)
-    try:
-        with track_progress("eval", plain=as_json, transient=True) as work:
-            results = evaluate(
-                folder,
-                text=text,
-                corpus=corpus,
-                against=against,
-                tasks=tasks,
-                limit=limit,
-                length=length,
-                harness=harness,
-                device=device,
-                progress=lambda done, total: work.at(done, "windows", total),
-            )
-    except (ValueError, TypeError) as error:
-        raise WrongInput(str(error)) from error
+    with track_progress("eval", plain=as_json, transient=True) as work:
+        results = evaluate(
+            folder,
+            text=text,
+            corpus=corpus,
+            against=against,
+            tasks=tasks,
+            limit=limit,
+            length=length,
+            harness=harness,
+            device=device,
+            progress=lambda done, total: work.at(done, "windows", total),
+        )
     if save:
         keep(folder, results.to_dict())
     show(results, as_json)

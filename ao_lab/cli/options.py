@@ -53,3 +53,16 @@ class Layout(StrEnum):
     AUTO = "auto"
     COMPRESSED_TENSORS = "compressed-tensors"
     OURS = "ao_lab"
+
+
+#: Options of lm-evaluation-harness, as its own command has them.
+NumFewshot = Annotated[
+    int | None, typer.Option(help="Harness: few-shot examples. Default: that of the task.")
+]
+BatchSize = Annotated[
+    str | None, typer.Option(help="Harness: batch size, a number, auto or auto:N. Default: 1.")
+]
+ChatTemplate = Annotated[
+    bool, typer.Option("--apply-chat-template", help="Harness: apply the tokenizer's chat template.")
+]
+IncludePath = Annotated[Path | None, typer.Option(help="Harness: folder with additional tasks (YAML).")]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ EXTRAS = {
 
 class WrongInput(ValueError):
     """The user asked for something that does not exist or does not fit; the command line says it in one line, exit code 2."""
+
+
+@contextmanager
+def wrong_input() -> Iterator[None]:
+    """Where nothing but what the user gave is read, a ValueError is about that: it becomes WrongInput, of the same words."""
+    try:
+        yield
+    except WrongInput:
+        raise
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
 
 
 class MissingExtra(ModuleNotFoundError):
@@ -102,4 +115,5 @@ __all__ = [
     "missing",
     "needed",
     "pip_install",
+    "wrong_input",
 ]

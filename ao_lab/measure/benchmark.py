@@ -22,7 +22,7 @@ from torch import nn
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
-from ao_lab.measure.compare import REFUSALS, USUAL, Given, configurations, describe
+from ao_lab.measure.compare import USUAL, Given, configurations, describe, reason, refused
 from ao_lab.measure.evaluate import in_memory, name_of
 from ao_lab.measure.folders import (
     PROMPT,
@@ -31,6 +31,7 @@ from ao_lab.measure.folders import (
     check_language_model,
     device_of,
     evaluating,
+    on_device,
 )
 from ao_lab.measure.generation import by_transformers
 from ao_lab.measure.times import OK, Benchmark, Timed
@@ -38,6 +39,8 @@ from ao_lab.measure.turns import (
     AGAIN,
     Plan,
     Span,
+    Uncaptured,
+    Watch,
     cache_bytes,
     input_sets,
     interleaved,
@@ -70,6 +73,11 @@ TAKEN = ("bfloat16", "float16", "float32", "float64", AGAIN)
 
 def _silent(what: str, done: int, total: int) -> None:
     """Says nothing."""
+
+
+def _said(progress: Progress, what: str, done: int, total: int, name: str) -> None:
+    """Call `progress` with what is under way for a configuration."""
+    progress(f"{what}, {name}", done, total)
 
 
 def benchmark(
@@ -129,11 +137,6 @@ def benchmark(
 
 def _quantize(module: nn.Module, config: Any) -> None:
     quantize_(module, config)
-
-
-def on_device(device: str) -> Any:
-    """A GPU is the current one inside, whose stream events are recorded on and whose graphs are captured."""
-    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 def shape_of(given: Sequence[int]) -> Shape:
@@ -249,8 +252,8 @@ class Work:
         if model is not None and generates:
             dense = dense_copy(model) if stored else model
             for at, (size, mode) in enumerate((size, mode) for mode in modes for size in batch):
-                progress(f"generate(), batch {size}, {mode}", len(shapes) + at, total)
-                self.rows += self.generation(dense, model if stored else None, size, new_tokens, mode)
+                say = partial(_said, progress, f"generate(), batch {size}, {mode}", len(shapes) + at, total)
+                self.rows += self.generation(dense, model if stored else None, size, new_tokens, mode, say)
         progress("", total, total)
         return self.rows
 
@@ -265,21 +268,31 @@ class Work:
         watch = watch_of("cuda" if self.device.startswith("cuda") else "cpu")
         spans: dict[str, Span] = {}
         kernels: dict[str, str] = {}
-        failed: list[Timed] = []
+        failed, uncaptured = list[Timed](), set[str]()
         others: dict[str, Build | None] = {STORED: None} if example is not None else dict(self.makers)
         makers: dict[str, Build | None] = {name_of_dtype(self.dtype): None, **others}
         for name, maker in makers.items():
             try:
                 layer = example if name == STORED and example is not None else self.layer(shape, maker)
-                calls, kernels[name] = self.calls(layer, shape), kernel_of(layer)
-                spans[name] = prepare(watch, calls, PLAN)
-            except REFUSALS as error:
+                calls, kernels[name] = self.calls(layer, shape), kernel_of(layer, shape[0])
+                spans[name], why = span_of(watch, calls)
+            except Exception as error:
+                if not refused(error):
+                    raise
                 failed.append(Timed("linear", name, EAGER, shape, layers=count, status=reason(error)))
+                continue
+            if why:
+                uncaptured.add(name)
+                failed.append(
+                    Timed("linear", name, GRAPH, shape, kernel=kernels[name], layers=count, status=why)
+                )
         rows: list[Timed] = []
         if next(iter(makers)) not in spans:  # nothing to compare with
             return failed
         for mode in (EAGER, GRAPH) if self.device.startswith("cuda") else (EAGER,):
-            times = interleaved(watch, spans, PLAN, graph=mode == GRAPH)
+            graph = mode == GRAPH
+            timable = {name: span for name, span in spans.items() if not (graph and name in uncaptured)}
+            times = interleaved(watch, timable, PLAN, graph=graph)
             times.pop(AGAIN)
             rows += timed("linear", times, mode, shape, count, kernels)
         return [*rows, *failed]
@@ -306,7 +319,13 @@ class Work:
 
     @torch.no_grad()
     def generation(
-        self, dense: nn.Module, stored: nn.Module | None, batch: int, new_tokens: int, mode: str
+        self,
+        dense: nn.Module,
+        stored: nn.Module | None,
+        batch: int,
+        new_tokens: int,
+        mode: str,
+        say: Callable[[str], None] = lambda name: None,
     ) -> list[Timed]:
         """Times of a token of generate(), by configuration, each in turn with the dense model."""
         check_language_model(dense, "the model")
@@ -314,6 +333,7 @@ class Work:
         base = name_of_dtype(self.dtype)
         makers: dict[str, Build | None] = {STORED: None} if stored is not None else dict(self.makers)
         for name, maker in makers.items():
+            say(name)
             try:
                 pair = {base: dense, name: copy.deepcopy(dense) if stored is None else stored}
                 if maker is not None:
@@ -325,7 +345,9 @@ class Work:
                 rows += [
                     row for row in found if row.name != base or not any(one.name == base for one in rows)
                 ]
-            except REFUSALS as error:
+            except Exception as error:
+                if not refused(error):
+                    raise
                 rows.append(Timed("generate", name, mode, (batch,), status=reason(error)))
             finally:
                 pair = {}
@@ -384,16 +406,28 @@ def timed(
     return rows
 
 
-def kernel_of(layer: nn.Linear) -> str:
-    """What computes a layer, as `explain` says it; "" of a dense one."""
+def span_of(watch: Watch, calls: Sequence[Callable[[], Any]]) -> tuple[Span, str]:
+    """A span of calls, and why it has no CUDA graph: "" where it has."""
+    try:
+        return prepare(watch, calls, PLAN), ""
+    except RuntimeError as error:
+        # What torch and CUDA say of a call that a recording does not allow.
+        if "captur" not in str(error).lower():
+            raise
+        why = f"no CUDA graph holds it: {reason(error)}"
+    watch.sync()
+    return prepare(Uncaptured(watch), calls, PLAN), why
+
+
+def kernel_of(layer: nn.Linear, tokens: int) -> str:
+    """What multiplies so many tokens by a layer's weight, as `explain` says it; "" of a dense one."""
     if not isinstance(layer.weight, QuantizedTensor):
         return ""
-    return next((one.kernel for one in explain(nn.Sequential(layer)).layers), "")
-
-
-def reason(error: BaseException) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    found = next(iter(explain(nn.Sequential(layer)).layers), None)
+    if found is None:
+        return ""
+    ranges = (one.name for one in found.families if one.first <= tokens <= (one.last or tokens))
+    return next(ranges, found.kernel)
 
 
 __all__ = ["benchmark"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import importlib.util
 import json
 import math
 import time
@@ -23,11 +24,22 @@ from ao_lab.checkpoint.io.files import write_text
 from ao_lab.checkpoint.size import model_size
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
 from ao_lab.config.recipe import named
-from ao_lab.eval import NAMED, Sums, Text, Windows, measured, results_of
-from ao_lab.install.extras import WrongInput
+from ao_lab.eval import (
+    NAMED,
+    TASKS,
+    Harness,
+    HarnessOptions,
+    Sums,
+    Text,
+    Windows,
+    harness_results,
+    measured,
+    results_of,
+)
+from ao_lab.install.extras import WrongInput, pip_install, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.comparison import OK, Compared, Comparison
-from ao_lab.measure.evaluate import conditions_of, in_memory, name_of, source_of
+from ao_lab.measure.evaluate import conditions_of, harness_of, in_memory, name_of, source_of
 from ao_lab.measure.folders import (
     PROMPT,
     check_folder,
@@ -37,10 +49,11 @@ from ao_lab.measure.folders import (
     device_of,
     evaluating,
     loaded,
+    on_device,
     windows_for,
 )
 from ao_lab.measure.generation import by_transformers
-from ao_lab.measure.memory import Peak
+from ao_lab.measure.memory import Peak, held_bytes, out_of_memory
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -86,6 +99,8 @@ def compare(
     limit: int = 32,
     length: int | None = None,
     new_tokens: int = 32,
+    tasks: Sequence[str] = (),
+    harness: HarnessOptions | None = None,
     device: str | None = None,
     out: str | Path | None = None,
     progress: Progress = _silent,
@@ -96,18 +111,20 @@ def compare(
     configs: names of configurations ("Int4WeightOnlyConfig") or of schemes ("mxfp4"), configurations, or folders that hold a
     version of the model already quantized; a mapping gives rows names of your own. text, corpus, limit, length, device: as
     for `evaluate`. calibration, methods: as for `quantize_(methods=...)`, with `calibration_windows` windows of a text;
-    static scales of inputs are found from it too. new_tokens: of generate(), for speed and memory; 0 leaves them out. out: a
-    folder for comparison.json, after each configuration, so that the same call goes on where one was stopped; and for the
-    table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of how many.
+    static scales of inputs are found from it too. new_tokens: of generate(), for speed and memory; 0 leaves them out. tasks:
+    of lm-evaluation-harness (extra `[eval]`), of a folder alone, with the options `harness` and at most `limit` examples of
+    each. out: a folder for comparison.json, after each configuration, so that the same call goes on where one was stopped; and
+    for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of how many.
 
-    A configuration that cannot be applied has the reason as its status, and the others go on. Holds the model and one
-    quantized copy of it at a time.
+    A configuration that cannot be applied, or for which memory does not suffice, has the reason as its status, and the others
+    go on. Holds the model and one quantized copy of it at a time.
 
     ValueError for what is not there or does not fit, unknown configurations with the nearest names, and a folder `out` with a
     comparison under other conditions; nothing has been computed then.
     """
     name, wanted = name_of(model), configurations(configs)
-    asked = ordered(tuple(methods))
+    with wrong_input():
+        asked = ordered(tuple(methods))
     check_calibration(asked, calibration, wanted)
     if new_tokens < 0 or calibration_windows < 1:
         raise WrongInput(
@@ -116,6 +133,7 @@ def compare(
     check_model_folder(model)
     if new_tokens:
         check_generates(model, PROMPT + new_tokens)
+    run = tasks_of(model, tasks, harness or HarnessOptions())
     where, (source, data) = device_of(device, model), texts_of(text, calibration, corpus)
     windows, reading = windows_for(model, tokenizer, source, limit, length)
     batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
@@ -127,12 +145,37 @@ def compare(
         "new_tokens": new_tokens,
         "methods": [repr(one) for one in asked],
         "calibration": None if data is None else f"{data.name}, {calibration_windows} windows",
+        "tasks": None if run is None else told_of(run, limit),
         "notes": notes_of(source, data),
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
     store = Store.of(name, conditions, wanted, None if out is None else Path(out))
-    work = Work(model, where, windows, asked, batches, new_tokens)
-    return work.run(wanted, store, progress)
+    work = Work(model, where, windows, asked, batches, new_tokens, run, limit)
+    with on_device(where):
+        return work.run(wanted, store, progress)
+
+
+def tasks_of(model: str | Path | nn.Module, tasks: Sequence[str], options: HarnessOptions) -> Harness | None:
+    """What tasks of lm-evaluation-harness need, None without any; WrongInput for others, and where it is not installed."""
+    asked = [tasks] if isinstance(tasks, str) else list(tasks)
+    own, foreign = [one for one in asked if one in TASKS], [one for one in asked if one not in TASKS]
+    if own:
+        raise WrongInput(
+            f"--tasks {own[0]}: compare takes tasks of lm-evaluation-harness; perplexity, KL divergence and agreement are "
+            "measured without being named, and ao-lab eval has the errors of weights"
+        )
+    if foreign and importlib.util.find_spec("lm_eval") is None:
+        raise WrongInput(
+            f"--tasks {foreign[0]}: lm-evaluation-harness is not installed; {pip_install('eval')}, or leave --tasks out"
+        )
+    return harness_of(model, foreign, options)
+
+
+def told_of(run: Harness, limit: int) -> dict[str, Any]:
+    """What numbers of the harness hold for."""
+    options = {name: value if value is None else str(value) for name, value in vars(run.options).items()}
+    version = getattr(importlib.import_module("lm_eval"), "__version__", None)
+    return {"names": list(run.tasks), "limit": limit, **options, "lm_eval": version}
 
 
 def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, Any]:
@@ -165,7 +208,8 @@ def configuration(one: Given) -> Any:
         return SchemeConfig(scheme=named(one))
     except ValueError:
         both: dict[str, Any] = {**CONFIGS, **SCHEMES}
-        return lookup(one, both, "configuration or scheme")
+        with wrong_input():
+            return lookup(one, both, "configuration or scheme")
 
 
 def label_of(one: Given) -> str:
@@ -371,8 +415,17 @@ class Remembered(nn.Module):
         return logits
 
 
-#: What a configuration, a kernel, a device or a model may refuse; anything else is a fault of ours, and keeps its traceback.
-REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
+def refused(error: BaseException) -> bool:
+    """Whether an error is the answer of a configuration, a kernel or a model, or says that memory does not suffice.
+
+    Any other, such as a RuntimeError of torch or of a GPU, is a fault of ours or of a library, and keeps its traceback.
+    """
+    return isinstance(error, (ValueError, TypeError, NotImplementedError)) or out_of_memory(error)
+
+
+def reason(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _said(progress: Progress, name: str, done: int, total: int, word: str) -> None:
@@ -390,6 +443,8 @@ class Work:
     methods: Sequence[Any]
     batches: Sequence[torch.Tensor] | None
     new_tokens: int
+    tasks: Harness | None = None
+    examples: int = 0
     say: Callable[[str], None] = field(default=lambda word: None, repr=False)
 
     def run(self, wanted: Mapping[str, Any], store: Store, progress: Progress) -> Comparison:
@@ -423,13 +478,16 @@ class Work:
         if name == BASE:
             return self.measure(name, base.model, base, model_size(base.model).bytes)
         try:
+            self.say("loading" if isinstance(config, Path) else "quantizing")
             started = time.perf_counter()
             model = self.quantized(config, base.model)
             seconds = time.perf_counter() - started
             size = model_size(*((model,) if isinstance(config, Path) else (base.model, config))).bytes
             return self.measure(name, model, base, size, seconds)
-        except REFUSALS as error:
-            return Compared(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        except Exception as error:
+            if not refused(error):
+                raise
+            return Compared(name, reason(error))
         finally:
             gc.collect()
             if self.device.startswith("cuda"):
@@ -467,11 +525,21 @@ class Work:
             layers=sum(isinstance(one, QuantizedTensor) for one in layers),
             of_layers=len(layers),
             **quality(sums, self.windows, itself),
-            **(self.speed(model, base.model, size) if self.new_tokens else {}),
+            **(self.speed(model, base.model) if self.new_tokens else {}),
+            tasks=self.harness(model),
         )
 
-    def speed(self, model: nn.Module, base: nn.Module, size: int) -> dict[str, Any]:
+    def harness(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """The numbers of tasks of lm-evaluation-harness."""
+        if self.tasks is None:
+            return {}
+        self.say(", ".join(self.tasks.tasks))
+        found: dict[str, dict[str, float]] = harness_results(model, self.tasks, self.examples)["tasks"]
+        return found
+
+    def speed(self, model: nn.Module, base: nn.Module) -> dict[str, Any]:
         """Tokens a second of generate(), beside the unquantized model's in turn, and peak memory."""
+        self.say("generate()")
         device = next(model.parameters()).device
         prompt, peak = self.windows.ids[:1, :PROMPT].to(device), Peak(device)
         both = [model] if model is base else [base, model]
@@ -487,7 +555,7 @@ class Work:
         return {
             "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
             "speed": median(one[0] / one[-1] for one in times),
-            "peak_bytes": None if over is None else size + over,
+            "peak_bytes": None if over is None else held_bytes(model) + over,
         }
 
 

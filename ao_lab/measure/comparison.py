@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: Standard errors each side of an interval that holds 95% of normal values.
 SIDES = 1.96
 OK = "ok"
+#: What lm-evaluation-harness calls the standard error of a metric, behind its name.
+STDERR = "_stderr"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Compared:
     error; difference: from the unquantized model on the same windows, with the standard error of the paired difference. kl:
     KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens whose likeliest
     next token is the same. tokens_per_second: of generate() at batch 1; speed: over that of the unquantized model, timed in
-    turn. peak_bytes: weights, and what generate() took beside them. seconds: what quantizing took.
+    turn. peak_bytes: weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
+    lm-evaluation-harness and by metric ("acc", "acc_stderr").
     """
 
     name: str
@@ -47,6 +50,7 @@ class Compared:
     speed: float | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -62,9 +66,10 @@ class Compared:
         return math.exp(min(self.loss - reach, 700.0)), math.exp(min(self.loss + reach, 700.0))
 
 
-#: Columns of the table: title, and the text of a row's cell.
+#: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
-    "configuration", "layers", "MB", "bits", "perplexity", "95%", "loss", "KL", "tokens/s", "speed", "peak MB",
+    "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s", "speed",
+    "peak MB",
 )  # fmt: skip
 
 
@@ -102,13 +107,28 @@ class Comparison:
             [{**asdict(row), "perplexity": row.perplexity} for row in self.rows]
         )
 
-    def cells(self) -> list[list[str]]:
-        """The table's rows of text, in the order of `COLUMNS`."""
-        return [_cells(row) for row in self.rows]
+    def table(self) -> list[list[str]]:
+        """The table as text: the titles of `COLUMNS` and of tasks, then a line a row; without columns that are empty."""
+        metrics = dict.fromkeys(
+            (task, name)
+            for row in self.rows
+            for task, found in row.tasks.items()
+            for name in found
+            if not name.endswith(STDERR)
+        )
+        lines = [[*COLUMNS, *(f"{task} {name}" for task, name in metrics)]]
+        lines += [[*_cells(row), *(_metric(row, *one) for one in metrics)] for row in self.rows]
+        kept = [
+            at
+            for at in range(len(lines[0]))
+            if at < 2 or any(line[at] not in ("-", "") for line in lines[1:])
+        ]
+        return [[line[at] for at in kept] for line in lines]
 
     def to_markdown(self) -> str:
         """The table, and what it holds for."""
-        lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *self.cells()]
+        head, *rows = self.table()
+        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return "\n\n".join([f"# {self.model}: configurations compared", table, *self.notes, ""])
 
@@ -118,13 +138,21 @@ class Comparison:
         told = self.conditions
         text = f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}."
         found = [
-            f"Loss (nats per token), its difference from the unquantized model and KL divergence on {text} ± is one standard "
-            "error over windows, 95% the interval of the perplexity."
+            f"Perplexity and KL divergence from the unquantized model on {text} loss change: nats per token over the "
+            "unquantized model on the same windows, ± one standard error over windows. layers: quantized linear layers of all."
         ]
+        if tasks := told.get("tasks"):
+            options = ("num_fewshot", "batch_size", "apply_chat_template")
+            given = [f"{name} {tasks[name]}" for name in options if tasks.get(name) not in (None, "False")]
+            found.append(
+                f"Tasks of lm-evaluation-harness: at most {tasks['limit']} examples of each{', '.join(['', *given])}; "
+                "± one standard error."
+            )
         if told.get("new_tokens"):
             found.append(
-                f"tokens/s: transformers' generate(), batch 1, {told['new_tokens']} new tokens, not compiled; speed: over the "
-                "unquantized model, timed in turn. peak MB: weights and what generate() took beside them. MB are 10^6 bytes."
+                f"tokens/s: transformers' generate(), batch 1, {told['new_tokens']} new tokens, not compiled (ao-lab bench "
+                "times it compiled too, and batches); speed: over the unquantized model, timed in turn. peak MB: weights and "
+                "what generate() took beside them. MB are 10^6 bytes."
             )
         if told.get("calibration"):
             found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
@@ -151,15 +179,13 @@ class Comparison:
         return tradeoff(points, *labels, title=title, ax=ax, theme=theme)
 
     def __str__(self) -> str:
-        return _aligned([list(COLUMNS), *self.cells()])
+        return _aligned(self.table())
 
 
 def _cells(row: Compared) -> list[str]:
     """A row as text; "-" for what was not measured, "failed" where nothing could be (`Comparison.notes` say why)."""
     if row.status != OK:
         return [row.name, "failed", *["-"] * (len(COLUMNS) - 2)]
-    loss = _with_error("{:.4f}", row.loss, row.loss_stderr)
-    change = _with_error("{:+.4f}", row.difference, row.difference_stderr)
     return [
         row.name,
         _text("{}/{}", row.layers, row.of_layers),
@@ -167,12 +193,19 @@ def _cells(row: Compared) -> list[str]:
         _text("{:.2f}", row.bits),
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
-        loss if row.difference is None else change,
+        _with_error("{:+.4f}", row.difference, row.difference_stderr),
         _text("{:.4f}", row.kl),
         _text("{:.3g}", row.tokens_per_second),
         _text("{:.2f}x", row.speed),
         _text("{:.1f}", None if row.peak_bytes is None else row.peak_bytes / 1e6),
     ]
+
+
+def _metric(row: Compared, task: str, name: str) -> str:
+    """A number of a task of the harness, with its standard error where it has one."""
+    found = row.tasks.get(task, {})
+    error = found.get(f"{name}{STDERR}")
+    return _with_error("{:.4g}", found.get(name), error if isinstance(error, float) else None)
 
 
 def _text(form: str, *values: Any) -> str:

@@ -27,7 +27,7 @@ from ao_lab.eval import (
     text_of,
     weight_errors,
 )
-from ao_lab.install.extras import WrongInput, needed, pip_install
+from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.folders import (
     check_folder,
@@ -155,13 +155,11 @@ def harness_of(model: object, tasks: list[str], options: HarnessOptions) -> Harn
         raise WrongInput(
             f"{tasks[0]}: tasks of lm-evaluation-harness take a folder; save_pretrained writes the model into one"
         )
-    try:
+    with wrong_input():
         run = prepared(tasks, options, Path(str(model)))
         for name in () if run is None else run.tasks:
             if run is not None and name not in run.manager.all_tasks and not Path(name).exists():
                 lookup(name, {**dict.fromkeys(TASKS, ""), **dict.fromkeys(run.manager.all_tasks, "")}, "task")
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
     return run
 
 
@@ -170,11 +168,9 @@ def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text
     if isinstance(text, Text):
         return text
     given, folder = (None if text is None else str(text)), (None if corpus is None else Path(corpus))
-    try:
+    with wrong_input():
         check_text(given, folder)
         return text_of(given, folder)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
 
 
 def name_of(model: str | Path | nn.Module) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.eval import Encode, Text, Tokens, Windows, windows_of
-from ao_lab.install.extras import WrongInput, needed
+from ao_lab.install.extras import WrongInput, needed, wrong_input
 
 BYTES = 256
 #: A text that every tokenizer has tokens for.
@@ -41,12 +41,10 @@ def check_folder(folder: Path) -> None:
     """WrongInput where there is no model, or files that cannot be read."""
     if not (folder / "config.json").is_file():
         raise WrongInput(without_model(folder, "ao-lab quantize or transformers"))
-    try:
+    with wrong_input():
         read_config(folder)
         if has_weights(folder):
             look_at(folder)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
 
 
 def loaded(folder: Path, device: str) -> nn.Module:
@@ -64,7 +62,9 @@ def loaded(folder: Path, device: str) -> nn.Module:
     if quantization is not None:
         metadata = look_at(folder).metadata
         if KEY in metadata or TORCHAO_KEY in metadata:
-            return load_pretrained(folder).to(device)
+            with wrong_input():
+                model = load_pretrained(folder)
+            return model.to(device)
     return by_transformers(folder, quantization).to(device)
 
 
@@ -81,7 +81,7 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
     hide_progress()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), wrong_input():
         warnings.simplefilter("ignore")
         result: nn.Module = dense_model(folder, dtype="auto", **more)
     return result.eval()
@@ -112,12 +112,9 @@ def windows_for(
             f"--length {length}: the model takes at most {reading.longest} tokens (its context); give a shorter one"
         )
     length = min(LENGTH, reading.longest or LENGTH) if length is None else length
-    try:
-        return windows_of(
-            source.text, reading.encode, length, limit, list(reading.beginning.values())
-        ), reading
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
+    with wrong_input():
+        windows = windows_of(source.text, reading.encode, length, limit, list(reading.beginning.values()))
+    return windows, reading
 
 
 def reading_of(model: str | Path | nn.Module, tokenizer: Any) -> Reading:
@@ -145,6 +142,11 @@ def reading_of(model: str | Path | nn.Module, tokenizer: Any) -> Reading:
     return Reading(
         lambda text: _encoded(tokenizer, text), type(tokenizer).__name__, first_tokens(tokenizer), most
     )
+
+
+def on_device(device: str) -> AbstractContextManager[Any]:
+    """A GPU is the current one inside, whose stream events are recorded on and whose graphs are captured."""
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 @contextmanager

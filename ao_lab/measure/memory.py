@@ -7,6 +7,17 @@ import gc
 from pathlib import Path
 
 import torch
+from torch import nn
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a GPU, this process or the allocator of a CPU has no room left."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """The bytes of a model's parameters and buffers as they are in memory, shared ones once."""
+    return sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
 
 
 def synchronize(device: torch.device) -> None:

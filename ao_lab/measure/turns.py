@@ -125,6 +125,25 @@ class HostWatch:
         return in_turn(calls)
 
 
+@dataclass(frozen=True)
+class Uncaptured:
+    """A watch that captures nothing: what looks at the host is in no CUDA graph, and is called one by one."""
+
+    watch: Watch
+
+    def sync(self) -> None:
+        """Wait until all work is done."""
+        self.watch.sync()
+
+    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
+        """Seconds of each call."""
+        return self.watch.seconds(calls, cold=cold)
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """One call that makes all of these."""
+        return in_turn(calls)
+
+
 def watch_of(device: str) -> Watch:
     """The watch of a device."""
     return CudaWatch() if device == "cuda" else HostWatch()

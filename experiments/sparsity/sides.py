@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ao_lab.measure.turns import AGAIN, Call, Plan, Span, Watch, prepare, summary, watch_of
+from ao_lab.measure.turns import AGAIN, Call, Plan, Span, Uncaptured, Watch, prepare, summary, watch_of
 from experiments.harness.bench import SETTLE, repeated, steady, steady_eager
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, kernel, status
@@ -140,26 +140,7 @@ def spanned(watch: Watch, table: Table, side: Side, calls: list[Call], spans: di
 
 def prepare_eager(watch: Watch, calls: list[Call], plan: Plan) -> Span:
     """A span of calls one by one: what renews masks looks at the host, so no CUDA graph holds it."""
-    return prepare(_Uncaptured(watch), calls, plan)
-
-
-@dataclass(frozen=True)
-class _Uncaptured:
-    """A watch that captures nothing."""
-
-    watch: Watch
-
-    def sync(self) -> None:
-        """Wait until all work is done."""
-        self.watch.sync()
-
-    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
-        """Seconds of each call."""
-        return self.watch.seconds(calls, cold=cold)
-
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """The first call itself."""
-        return calls[0]
+    return prepare(Uncaptured(watch), calls, plan)
 
 
 def built(side: Side, calls: dict[str, list[Call]]) -> Values:

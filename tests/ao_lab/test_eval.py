@@ -41,6 +41,26 @@ def windows():
     return Windows(ids, bytes=96, words=12)
 
 
+def test_only_what_windows_need_is_encoded():
+    """Windows are those of the whole text, however many characters a token stands for; the rest of a long text is not read."""
+
+    def encode(text, each):
+        seen.append(len(text))
+        words = [text[at : at + each] for at in range(0, len(text), each)]
+        ids = torch.tensor([sum(map(ord, word)) % 97 + 100 * (len(word) < each) for word in words])
+        return Tokens(ids, [min(at + each, len(text)) for at in range(0, len(text), each)])
+
+    text = "".join(chr(97 + at * at % 26) for at in range(100_000))
+    for each, most in ((1, 1000), (5, 10_000), (70, 100_000)):
+        seen = []
+        made = windows_of(text, lambda given, each=each: encode(given, each), 8, 10)
+        whole = encode(text, each).ids[:80].reshape(10, 8)
+        assert torch.equal(made.ids, whole)
+        assert made.bytes == 80 * each
+        assert max(seen[:-1]) <= most
+    assert len(windows_of("abc" * 4, lambda given: encode(given, 1), 8, 10).ids) == 1
+
+
 def test_numbers_are_those_of_their_definitions():
     model, base, w = Model(0), Model(1), windows()
     got = results_of(measured(model, w, base), w, ALL)

@@ -71,6 +71,18 @@ def test_a_tag_that_agrees(release, clone):
         release.notes("9.9", clone)
 
 
+def test_notes_of_a_release_lead_to_its_files(release, metadata, monkeypatch, capsys):
+    """A release's page has no folder that relative links could start from."""
+    monkeypatch.setitem(sys.modules, "metadata", metadata)
+    for address, wanted in (
+        ("", "](docs/SECURITY.md)"),
+        (HOST, f"]({HOST}/blob/v{ao_lab.__version__}/docs/SECURITY.md)"),
+    ):
+        monkeypatch.setenv("AO_LAB_REPOSITORY", address)
+        assert release.main(["notes"]) == 0
+        assert wanted in capsys.readouterr().out
+
+
 def test_a_missing_section_is_said(release, monkeypatch, capsys):
     """In a line, with the exit code that ends a workflow."""
     monkeypatch.setattr(release, "version", lambda: "9.9")

@@ -374,6 +374,21 @@ def test_everything_missing_has_reason_and_remedy(findings):
         assert finding.detail or (finding.reason and finding.remedy), finding
 
 
+def test_doctor_of_a_healthy_machine(findings, monkeypatch, capsys):
+    """The command prints each finding and ends with 0, as a table and as JSON; a fault in either form ends it with 1."""
+    found = list(findings.values())
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "What this machine can run" in told
+    assert all(finding.name in told for finding in found)
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    found.append(doctor.Finding(name="broken", status="failed", reason="other codes"))
+    assert main(["doctor"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
 def test_wrong_codes_are_found(monkeypatch, capsys):
     """A rule that is off by one code fails the probe, and the exit code says so."""
     encode = reference.encode

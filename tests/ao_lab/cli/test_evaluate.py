@@ -7,6 +7,7 @@ import lzma
 import shutil
 import sys
 import types
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.eval import NAMED
-from tests.support.models import small_llama
+from tests.support.models import fake_harness, small_llama
 from tests.support.models.small_llama import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -242,37 +243,60 @@ def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
     assert 0 < made["tasks"]["weights"][scheme] < 0.01
 
 
+def test_faults_of_ours_are_not_the_users(folders, monkeypatch):
+    """What is wrong in our own code is no wrong input: it keeps its traceback; memory that does not suffice is a line."""
+
+    def fault(*given):
+        raise error
+
+    monkeypatch.setattr("ao_lab.measure.evaluate.measured", fault)
+    for error in (ValueError("shapes differ"), TypeError("no float"), RuntimeError("shapes differ")):
+        with pytest.raises(type(error), match=str(error)):
+            main(["eval", str(folders / "base"), "--limit", "1", "--length", "8"])
+
+
+def test_memory_that_does_not_suffice_is_one_line(capsys, folders, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("ao_lab.measure.evaluate.measured", full)
+    code, err = complaint(capsys, folders / "base", "--limit", "1", "--length", "8")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "out of memory" in err
+    assert "--device cpu" in err
+
+
+def test_a_damaged_folder_is_wrong_input(capsys, folders, tmp_path):
+    """What our reader says of a folder is about the folder."""
+    shutil.copytree(folders / "ours", tmp_path / "ours")
+    (file,) = (tmp_path / "ours").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-64])
+    code, err = complaint(capsys, tmp_path / "ours")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_progress_is_that_of_eval(folders, monkeypatch, capsys):
+    """Lines and bars are labelled by the command, and count windows."""
+    seen = []
+
+    @contextmanager
+    def track(name, **options):
+        seen.append((name, options["plain"]))
+        yield types.SimpleNamespace(at=lambda *at: seen.append(at))
+
+    monkeypatch.setattr("ao_lab.cli.evaluate.track_progress", track)
+    evaluated(capsys, folders / "base", "--tasks", "accuracy")
+    assert seen[0] == ("eval", True)
+    assert (seen[1], seen[-1]) == ((0, "windows", 4), (4, "windows", 4))
+
+
 def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     """With a stand-in for it: what it is given, and what is shown of its results."""
-    calls = {}
+    calls = fake_harness.install(monkeypatch)
     with_bos(folders / "compressed", folders / "asked")
     asked = folders / "asked"
-
-    def evaluate(**given):
-        calls.update(given)
-        print("Determined largest batch size: 64")
-        return {"results": {"made_up": {"alias": "made_up", "acc,none": 0.5}}, "n-shot": {"made_up": 2}}
-
-    def wrapped(pretrained, tokenizer, batch_size):
-        calls.update(batch_size=batch_size)
-        return pretrained, tokenizer
-
-    def manager(include_path):
-        calls.update(include_path=include_path)
-        return types.SimpleNamespace(all_tasks=["made_up", "mmlu"])
-
-    harness = types.ModuleType("lm_eval")
-    harness.__spec__ = importlib.util.spec_from_loader("lm_eval", None)
-    harness.simple_evaluate = evaluate
-    models = types.ModuleType("lm_eval.models.huggingface")
-    models.HFLM = wrapped
-    found = types.ModuleType("lm_eval.tasks")
-    found.TaskManager = manager
-    monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", models)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", found)
     made = evaluated(capsys, asked, "--tasks", "accuracy", "--tasks", "made_up")
-    assert made["tasks"]["made_up"] == {"acc": 0.5}
+    assert made["tasks"]["made_up"] == {"acc": 0.5, "acc_stderr": 0.25}
     assert "accuracy" in made["tasks"]
     assert (calls["tasks"], calls["limit"]) == (["made_up"], 4)
     defaults = ("num_fewshot", "batch_size", "apply_chat_template", "include_path")

@@ -1,14 +1,17 @@
 """`benchmark`: layers and generate() in turn with what is not quantized; quantized models as they are; wrong input first."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.measure.benchmark import Work
-from ao_lab.measure.turns import Plan
+from ao_lab.measure.benchmark import Work, kernel_of
+from ao_lab.measure.turns import HostWatch, Plan
+from fast.gemm.choose import Range
 from tests.support.models.small_llama import save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -117,12 +120,70 @@ def test_without_the_unquantized_layer_nothing_is_compared(monkeypatch):
 
     def layer(self, shape, maker):
         if maker is None:
-            raise RuntimeError("out of memory")
+            raise torch.OutOfMemoryError("out of memory")
         return real(self, shape, maker)
 
     monkeypatch.setattr(Work, "layer", layer)
     found = benchmark(shapes=[(1, 64, 64)], configs=["nf4"], device="cpu")
-    assert [(row.name, row.status) for row in found.rows] == [("bfloat16", "RuntimeError: out of memory")]
+    assert [(row.name, row.status) for row in found.rows] == [("bfloat16", "OutOfMemoryError: out of memory")]
+
+
+def test_faults_are_no_refusals(monkeypatch):
+    """An error of a GPU ends the benchmark: what is timed after it would be wrong; so does one of our own code, with its
+    traceback."""
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), KeyError("a fault")):
+
+        def layer(self, shape, maker, error=error):
+            raise error
+
+        monkeypatch.setattr(Work, "layer", layer)
+        with pytest.raises(type(error)):
+            benchmark(shapes=[(1, 64, 64)], configs=["nf4"], device="cpu")
+    monkeypatch.setattr(Work, "run", lambda *_: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["bench", "--shape", "1,64,64"])
+
+
+def test_what_no_graph_holds_is_timed_in_eager_mode_alone(monkeypatch):
+    """With a stand-in for the GPU: a call that a recording refuses has its time, and the reason instead of a graph's."""
+
+    class Watch(HostWatch):
+        def capture(self, calls):
+            if isinstance(calls[0].func.weight, QuantizedTensor):
+                raise torch.AcceleratorError("operation not permitted when stream is capturing")
+            return super().capture(calls)
+
+    monkeypatch.setattr("ao_lab.measure.benchmark.watch_of", lambda device: Watch())
+    monkeypatch.setattr(Work, "layer", lambda self, shape, maker: made(shape, maker))
+    monkeypatch.setattr(Work, "calls", lambda self, layer, shape: [partial(layer, torch.ones(1, shape[2]))])
+
+    def made(shape, maker):
+        layer = torch.nn.Linear(shape[2], shape[1], bias=False)
+        if maker is not None:
+            maker(torch.nn.Sequential(layer))
+        return layer
+
+    work = Work("cuda", {"nf4": lambda module: quantize_(module, SchemeConfig(scheme="nf4"))})
+    rows = work.layers((1, 64, 64), 1, None)
+    assert [(row.name, row.mode, row.status == "ok") for row in rows] == [
+        ("bfloat16", "eager", True),
+        ("nf4", "eager", True),
+        ("bfloat16", "CUDA graph", True),
+        ("nf4", "CUDA graph", False),
+    ]
+    assert "no CUDA graph holds it: AcceleratorError: operation not permitted" in rows[-1].status
+
+
+def test_a_row_names_what_multiplies_its_tokens(monkeypatch):
+    """On a GPU families change with the number of tokens."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    quantize_(torch.nn.Sequential(layer), SchemeConfig(scheme="nf4"))
+    families = (Range(1, 8, "few"), Range(9, 128, "more"), Range(129, None, "many"))
+    report = SimpleNamespace(layers=[SimpleNamespace(families=families, kernel="weight")])
+    monkeypatch.setattr("ao_lab.measure.benchmark.explain", lambda model: report)
+    assert [kernel_of(layer, tokens) for tokens in (1, 8, 9, 4096)] == ["few", "few", "more", "many"]
+    report.layers[0].families = ()
+    assert kernel_of(layer, 1) == "weight"
 
 
 def test_what_is_compiled_are_copies(folder):

@@ -1,5 +1,6 @@
 """`compare`: rows hold what `evaluate` measures, sizes and speeds; what was measured is kept; wrong input is refused first."""
 
+import importlib.util
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_,
 from ao_lab.cli.app import main
 from ao_lab.measure.compare import Remembered, fingerprint, made_from
 from ao_lab.measure.comparison import Comparison
+from tests.support.models import fake_harness
 from tests.support.models.small_llama import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -84,7 +86,95 @@ def test_what_cannot_be_applied_says_why(found):
     assert row.status.startswith("ValueError: ")
     assert row.loss is None
     assert any(note.startswith("never failed: ValueError") for note in found[0].notes)
-    assert found[0].cells()[-1][:2] == ["never", "failed"]
+    assert found[0].table()[-1][:2] == ["never", "failed"]
+    assert len({len(line) for line in found[0].table()}) == 1
+
+
+def test_faults_are_no_refusals(folder, tmp_path, monkeypatch):
+    """Memory that does not suffice is the answer of a row; an error of a GPU ends the comparison, and rows stay."""
+    errors = {
+        "nf4": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        "mxfp4": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        "nvfp4": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    }
+
+    def quantized(self, config, base):
+        raise errors[config.scheme.name]
+
+    monkeypatch.setattr("ao_lab.measure.compare.Work.quantized", quantized)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        compare(folder / "base", list(errors), out=tmp_path, **given(folder))
+    rows = {
+        row["name"]: row["status"] for row in json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    }
+    assert list(rows) == ["unquantized", "nf4", "mxfp4"]
+    assert rows["nf4"].startswith("OutOfMemoryError: CUDA out of memory")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["compare", str(folder / "base"), "nvfp4", "--limit", "1", "--length", "8", "--new-tokens", "0"])
+
+
+def test_a_gpu_is_the_current_device_inside(folder, monkeypatch):
+    """With a stand-in for the GPU: the device that was named holds model and inputs, is current, is named, and is emptied."""
+    log = []
+
+    class Current:
+        def __init__(self, device):
+            log.append(("current", device))
+
+        def __enter__(self):
+            log.append("begin")
+
+        def __exit__(self, *error):
+            log.append("end")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("emptied"))
+    real = ao_lab.measure.compare.in_memory
+    monkeypatch.setattr(
+        "ao_lab.measure.compare.in_memory",
+        lambda model, device: log.append(("loaded", device)) or real(model, "cpu"),
+    )
+    found = compare(folder / "base", ["nf4"], **given(folder, device="cuda:1"))
+    assert found.conditions["device"] == "GPU of cuda:1"
+    assert log == [("current", "cuda:1"), "begin", ("loaded", "cuda:1"), "emptied", "end"]
+    assert (
+        compare(folder / "base", ["nf4"], **given(folder, device=None)).conditions["device"] == "GPU of cuda"
+    )
+
+
+def test_tasks_of_the_harness_beside_the_rest(folder, capsys, monkeypatch):
+    """With a stand-in for it: each row's own model is asked, with the options; what it says stands in columns of their own."""
+    base = [str(folder / "base"), "nf4", "--limit", "2", "--length", "16", "--new-tokens", "0"]
+    if importlib.util.find_spec("lm_eval") is None:
+        assert main(["compare", *base, "--tasks", "made_up"]) == 2
+        assert "or leave --tasks out" in capsys.readouterr().err
+    calls = fake_harness.install(monkeypatch)
+    monkeypatch.setattr("ao_lab.eval.tokenizer_of", lambda *_: "tokenizer")
+    found = compare(folder / "base", ["nf4"], tasks=["made_up"], **given(folder, limit=2))
+    assert [row.tasks for row in found.rows] == [{"made_up": {"acc": 0.5, "acc_stderr": 0.25}}] * 2
+    assert (calls["tasks"], calls["limit"]) == (["made_up"], 2)
+    quantized = [
+        any(isinstance(p, ao_lab.QuantizedTensor) for p in one.parameters()) for one in calls["models"]
+    ]
+    assert quantized == [False, True]
+    head, *rows = found.table()
+    assert [line[head.index("made_up acc")] for line in rows] == ["0.5 ± 0.2500"] * 2
+    assert any("at most 2 examples of each; ± one" in note for note in found.notes)
+    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))).rows == found.rows
+    assert (
+        main(["compare", *base, "--tasks", "made_up", "--num-fewshot", "2", "--batch-size", "4", "--json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["conditions"]["tasks"]["num_fewshot"] == "2"
+    assert (calls["num_fewshot"], calls["batch_size"]) == (2, "4")
+    for wrong, said in (
+        (["made_op"], "unknown task 'made_op'"),
+        (["perplexity"], "compare takes tasks of lm-eval"),
+    ):
+        assert main(["compare", *base, "--tasks", *wrong]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_stopped_comparison_goes_on(folder, found, monkeypatch):
@@ -154,7 +244,8 @@ def test_what_a_comparison_is_of_is_told_apart(folder, tmp_path):
     out = tmp_path / "out"
     one = compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[0], limit=1))
     assert [(row.loss_stderr, row.interval) for row in one.rows] == [(None, None)] * 2  # of a single window
-    assert [("±" in cells[6], cells[5]) for cells in one.cells()] == [(False, "-")] * 2
+    assert "95% interval" not in one.table()[0]
+    assert "±" not in str(one)
     with pytest.raises(ValueError, match=r"other conditions \(token_ids differ\)"):
         compare(folder / "base", ["nf4"], out=out, **given(folder, text=texts[1], limit=1))
     assert fingerprint(model) != fingerprint(model.float())

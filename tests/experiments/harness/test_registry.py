@@ -370,3 +370,12 @@ def test_importing_the_package_is_quick_and_the_command_answers():
     assert done.returncode == 2
     assert "the nearest are formats" in done.stderr
     assert done.stdout == ""
+
+
+def test_parts_are_listed_so_that_each_can_be_copied():
+    """Names that hold commas stand between semicolons."""
+    with pytest.raises(ValueError, match=r"unknown part 'x' of e; the parts are a, b$"):
+        registry.check_known("e", ["a", "b"], ["x"])
+    with pytest.raises(ValueError, match=r"unknown part 'x' of e; the parts are a, with c; b$"):
+        registry.check_known("e", ["a, with c", "b"], ["b", "x"])
+    registry.check_known("e", ["a, with c", "b"], ["b", "a, with c"])
