@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,8 +15,9 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from fast.kernels.optim import sm90_step
 from fast.kernels.optim.kernel import COLUMNS, NUMBERS, numbers_kernel, step_kernel
-from fast.kernels.optim.records import Rule, Slot
+from fast.kernels.optim.records import Kind, Rule, Slot
 from fast.kernels.scheme.constants import SchemeConstants, constants_of, element_of
 from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
 from reference.optim.states import State
@@ -46,33 +46,12 @@ PLANS = {8: Plan(1024, 2, 8, 3), 4: Plan(512, 1, 16, 2), 32: Plan(2048, 4, 4, 1)
 ROWS = 32
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What the kernel is compiled for."""
-
-    kind: str
-    p: torch.dtype
-    g: torch.dtype
-    first: State
-    second: State
-    rounds: bool
-    master: int
-    ragged: bool
-    aligned: bool
-    #: Whether roots and reciprocals need no test for rare exponents.
-    fast: bool
-
-    @property
-    def size(self) -> int:
-        """Elements of a block."""
-        return self.first.block
-
-
 class Tables:
-    """What a launch reads: rows of parameters, tiles, numbers; on one device."""
+    """What a launch reads: rows of parameters, tiles, numbers; on one device. problem: of the kernel in CUDA C++, where that
+    one steps them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, problem: sm90_step.Problem | None = None) -> None:
+        self.device, self.problem = device, problem
         self.rows: np.ndarray = np.zeros((0, len(COLUMNS)), np.int64)
         self.tensors = self.tiles = self.numbers = torch.zeros(0, device=device)
         #: Memory that captured graphs copy from.
@@ -230,15 +209,20 @@ class Launches:
         group, device, kind = key
         plan = plan_of(kind)
         if key not in self.tables:
-            self.tables[key] = Tables(device)
-        tables = self.tables[key]
+            self.tables[key] = Tables(device, sm90_step.taken(kind, slots[0].p))
+        tables, problem = self.tables[key], self.tables[key].problem
         tables.put(
-            np.array([row_of(slot, rule) for slot in slots], np.int64), plan.repeat * blocks_of(plan, kind)
+            np.array([row_of(slot, rule) for slot in slots], np.int64),
+            plan.repeat * blocks_of(plan, kind) if problem is None else sm90_step.blocks_of(problem),
         )
-        launch_step(
-            kind, tables, self._constants(rule, device), self._rate(group, rule, device),
-            self._no_skip(device) if skip is None else skip, plan, rule.seed,
+        launch_numbers(
+            kind.kind, tables, self._constants(rule, device), self._rate(group, rule, device),
+            self._no_skip(device) if skip is None else skip,
         )  # fmt: skip
+        if problem is not None and len(tables.tiles):
+            sm90_step.launch(problem, tables.tiles, tables.tensors, tables.numbers, rule.seed)
+        else:
+            launch_step(kind, tables, plan, rule.seed)
 
     def _constants(self, rule: Rule, device: torch.device) -> torch.Tensor:
         numbers = (
@@ -283,24 +267,22 @@ def blocks_of(plan: Plan, kind: Kind) -> int:
     return max(plan.elements // kind.size, 1)
 
 
-def launch_step(
-    kind: Kind,
-    tables: Tables,
-    numbers: torch.Tensor,
-    rate: torch.Tensor,
-    skip: torch.Tensor,
-    plan: Plan,
-    seed: int = 0,
+def launch_numbers(
+    kind: str, tables: Tables, numbers: torch.Tensor, rate: torch.Tensor, skip: torch.Tensor
 ) -> None:
-    """The two launches of a step; shards without elements have the first one alone, which counts their steps."""
+    """The first launch of a step, which counts it, of shards without elements too."""
+    rows = len(tables.tensors)
+    numbers_kernel[(-(-rows // ROWS),)](
+        tables.tensors, numbers, rate, skip, tables.numbers, rows, kind == "lion", kind == "adam", ROWS,
+        **({} if interpreted() else {**UNFUSED, "num_warps": 1}),
+    )  # fmt: skip
+
+
+def launch_step(kind: Kind, tables: Tables, plan: Plan, seed: int = 0) -> None:
+    """The second launch, by Triton; none where no parameter has an element."""
     hardware = not interpreted()
     lion = kind.kind == "lion"
     options: dict[str, Any] = {**UNFUSED, "num_warps": plan.warps} if hardware else {}
-    rows = len(tables.tensors)
-    numbers_kernel[(-(-rows // ROWS),)](
-        tables.tensors, numbers, rate, skip, tables.numbers, rows, lion, kind.kind == "adam", ROWS,
-        **({**UNFUSED, "num_warps": 1} if hardware else {}),
-    )  # fmt: skip
     count = len(tables.tiles)
     if not count:
         return
@@ -322,4 +304,4 @@ def key_of(seed: int) -> tuple[int, int]:
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
-__all__ = ["Kind", "Launches", "Tables", "launch_step", "tiles_of"]
+__all__ = ["Launches", "Tables", "launch_numbers", "launch_step", "tiles_of"]

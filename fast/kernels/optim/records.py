@@ -55,6 +55,28 @@ class Rule:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the kernel is compiled for."""
+
+    kind: str
+    p: torch.dtype
+    g: torch.dtype
+    first: State
+    second: State
+    rounds: bool
+    master: int
+    ragged: bool
+    aligned: bool
+    #: Whether roots and reciprocals need no test for rare exponents.
+    fast: bool
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return self.first.block
+
+
 def covers(states: States, kind: str) -> bool:
     """Whether compiled steps take them. Only the second moment has a root and a least code, only the first a fraction."""
     first, second = states.first, states.second
@@ -75,4 +97,4 @@ def _is_simple(state: State) -> bool:
     return ratio and scheme.outer is None and scheme.nan == "block" and scheme.format.bits in (4, 8)
 
 
-__all__ = ["Moment", "Rule", "Slot", "covers"]
+__all__ = ["Kind", "Moment", "Rule", "Slot", "covers"]

@@ -6,6 +6,7 @@ reads and writes them; it gives the number of the next instruction where that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,9 @@ UNARY: dict[str, Callable[[int], int]] = {
     "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
     "rcp.rn.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
     "ex2.approx.ftz.f32": lambda v: pattern(np.exp2(real(v))),
+    "rsqrt.approx.ftz.f32": lambda v: pattern(1 / np.sqrt(np.float64(real(v)))),
     "cvt.rpi.f32.f32": lambda v: pattern(np.ceil(real(v))),
+    "cvt.rzi.u32.f32": lambda v: int(min(max(real(v), 0.0), 4294967295.0)),
 }  # fmt: skip
 PAIRS: dict[str, Callable[..., int]] = {
     "cvt.rn.bf16x2.f32": lambda high, low: to_bfloat16(high) << 16 | to_bfloat16(low),
@@ -82,7 +85,9 @@ FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
     "div.rn.f32": lambda a, b: np.float32(a) / np.float32(b),
     # Of a NaN and a number the number.
-    "min.f32": np.fmin, "max.f32": np.fmax,
+    "min.f32": np.fmin, "max.f32": np.fmax, "max.NaN.f32": np.maximum,
+    # NaN is 0.
+    "mul.rn.sat.f32": lambda a, b: np.fmin(np.fmax(a * b, 0.0), 1.0),
 }  # fmt: skip
 
 
@@ -210,6 +215,10 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
         return lambda th: PAIRS[opcode](*(read(th) for read in reads))
     if opcode in FLOATS:
         return lambda th: pattern(FLOATS[opcode](real(reads[0](th)), real(reads[1](th))))
+    if opcode == "add.rz.f32":
+        return lambda th: toward_zero(real(reads[0](th)), real(reads[1](th)))
+    if opcode == "shf.l.wrap.b32":
+        return lambda th: ((reads[1](th) << 32 | reads[0](th)) << (reads[2](th) & 31) >> 32) & 0xFFFFFFFF
     if kind == "pred":
         names: dict[str, Step] = {
             "and": lambda th: reads[0](th) and reads[1](th), "or": lambda th: reads[0](th) or reads[1](th),
@@ -241,6 +250,13 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if name in ARITHMETIC and kind in WIDTHS and kind[0] != "f":
         return _integer(ARITHMETIC[name], kind, reads, shift=parts[0] in ("shl", "shr"))
     return None
+
+
+def toward_zero(a: float, b: float) -> int:
+    """The pattern of a sum of two float32, rounded toward zero; what float64 rounds away lies below float32's last place."""
+    total = a + b
+    made = pattern(total)
+    return made - 1 if math.isfinite(total) and abs(real(made)) > abs(total) else made
 
 
 def permuted(a: int, b: int, selector: int) -> int:

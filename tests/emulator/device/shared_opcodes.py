@@ -113,7 +113,7 @@ def _shuffle(operands: tuple[str, ...], o: Operands, at: int, butterfly: bool) -
         def together(group: list[Any]) -> None:
             given = [value(one) for one in group]
             for place, one in enumerate(group):
-                one.registers[names[0]] = given[place ^ lane(one) if butterfly else lane(one)]
+                one.registers[names[0]] = given[place ^ lane(one) if butterfly else lane(one) & 31]
                 for rest in names[1:]:
                     one.registers[rest] = True
 

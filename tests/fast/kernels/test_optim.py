@@ -13,7 +13,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.optim import host
-from fast.kernels.optim.records import Rule
+from fast.kernels.optim.records import Kind, Rule
 from tests.fast.kernels.compiling.kernel_compiler import launched_together
 
 
@@ -35,15 +35,16 @@ def test_bits_of_every_case_in_the_interpreter():
 def step_of(states, master=0, rounds=False, block=None):
     """A launch of the kernel for bfloat16 parameters."""
     record = STATES[states] if block is None else STATES[states].with_block(block)
-    kind = host.Kind("adamw", torch.bfloat16, torch.bfloat16, record.first, record.second, rounds, master, False, True,
+    kind = Kind("adamw", torch.bfloat16, torch.bfloat16, record.first, record.second, rounds, master, False, True,
                      record.second.least > 0)  # fmt: skip
 
     def run():
         tables, plan = host.Tables(torch.device("cpu")), host.plan_of(kind)
         tables.put(np.array([[0] * 8 + [16, 16 * kind.size, 16, 0, 0]], np.int64), host.blocks_of(plan, kind))
-        host.launch_step(
-            kind, tables, torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(1), plan
+        host.launch_numbers(
+            "adamw", tables, torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(1)
         )
+        host.launch_step(kind, tables, plan)
         return True
 
     return run

@@ -1,6 +1,6 @@
-"""The optimizer kernel on a GPU: its bits beside the reference, its square roots, and which tiles are the quickest.
+"""The optimizer kernels on a GPU: their bits beside the reference and each other, roots, and which variants are the quickest.
 
-    python -m tests.gpu.training.optim [--part bits classes roots size tune] [--out FILE.csv]
+    python -m tests.gpu.training.optim [--part bits classes roots size alike step tune] [--out FILE.csv]
 
 A line a check; times in milliseconds a step of 470 million bfloat16 parameters (28 matrices of 4096 x 4096), medians of rounds
 in which all settings follow each other. Times beside others: `ao-lab reproduce optimizers --only speed --scale full`.
@@ -13,8 +13,12 @@ import csv
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,14 +27,22 @@ import triton
 import triton.language as tl
 
 from ao_lab import optim
-from fast.kernels.optim import host, kernel
+from fast.kernels.optim import host, kernel, sm90_step
+from fast.kernels.optim.sm90_step import KERNEL, Problem, Variant
 from reference.arrays.bridges import to_numpy
 from reference.optim.states import STATES
 from reference.optim.update import Key, begin, update
 from tests.gpu.harness.timing import captured, elapsed, rate
-from tests.support.optim import CASES, compared, slots_of
+from tests.support.optim import CASES, Case, compared, slots_of
 
-PARTS = ("bits", "classes", "roots", "size", "tune")
+PARTS = ("bits", "classes", "roots", "size", "alike", "step", "tune")
+#: Cases of the kernel in CUDA C++ that others do not have.
+MORE = (
+    Case("4bit"),
+    Case("4bit", "adam", master="24bit"),
+    Case("4bit", block=512),
+    Case("8bit", "adam", block=64),
+)
 SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3, 3), (8192,), (2, 3))
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
@@ -45,6 +57,23 @@ GRID = (
     (512, 1, 16, 2),
     (512, 1, 64, 2),
 )
+#: Of the kernel in CUDA C++: warps, turns, programs of a multiprocessor, whether it asks the cache ahead.
+VARIANTS = (
+    Variant(4, 4, 4, True),
+    Variant(4, 4, 4, False),
+    Variant(4, 4, 5, True),
+    Variant(4, 4, 5, False),
+    Variant(4, 2, 5, True),
+    Variant(4, 8, 5, True),
+    Variant(4, 4, 6, True),
+    Variant(2, 4, 9, True),
+    Variant(1, 8, 19, True),
+)
+#: What it is compiled for of each of TUNED.
+PROBLEMS = {
+    "8bit": Problem(8, 256, False, False, 0), "4bit": Problem(4, 128, False, False, 0),
+    "24-bit master": Problem(8, 256, False, False, 8),
+}  # fmt: skip
 #: Optimizers whose launches are tuned.
 TUNED = {
     "8bit": optim.AdamW8bit, "4bit": optim.AdamW4bit, "24-bit master": partial(optim.AdamW8bit, master="24bit"),
@@ -57,7 +86,7 @@ FLOOR = 10.06
 
 def bits() -> None:
     """Every case on many shapes, three steps."""
-    for case in CASES:
+    for case in (*CASES, *MORE):
         rule, slots, stored = slots_of(case, torch.device("cuda"), np.random.default_rng(0), SHAPES)
         try:
             print(
@@ -181,6 +210,61 @@ def tune(rows: list[dict[str, object]]) -> None:
         KEPT.clear()
 
 
+def by_triton() -> Any:
+    """Triton's kernel steps everything."""
+    return mock.patch.object(sm90_step, "taken", return_value=None)
+
+
+def alike() -> None:
+    """Both kernels at full size, three steps from the same states: all that they write, bit for bit."""
+    for kind, make in TUNED.items():
+        steps = []
+        for around in (by_triton, nullcontext):
+            torch.manual_seed(0)
+            ps = parameters()
+            one = make(ps, lr=1e-3, nonfinite="propagate")
+            with around():
+                for _ in range(3):
+                    one.step()
+            used = any(tables.problem is not None for tables in one._updates._launches.tables.values())
+            steps.append((used, [t for p in ps for t in (p.detach(), *one.state[p].values())]))
+        (_, theirs), (used, mine) = steps
+        wrong = sum(int((a != b).sum()) for a, b in zip(mine, theirs, strict=True))
+        count = sum(a.numel() for a in mine)
+        print(
+            f"alike {kind}: {wrong} of {count} values differ, CUDA C++ {used}, Triton's {not steps[0][0]}",
+            flush=True,
+        )
+
+
+def compile_all() -> None:
+    """All variants at once, so that none is compiled while others wait."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda one: KERNEL.cubin(*one), product(VARIANTS, PROBLEMS.values())))
+
+
+def step(rows: list[dict[str, object]]) -> None:
+    """Variants of the kernel in CUDA C++ beside Triton's and torch's fused AdamW, in turn."""
+    compile_all()
+    ps = parameters()
+    for kind, make in TUNED.items():
+        steps: dict[str, Step] = {}
+        for variant in (None, *VARIANTS):
+            one = make(ps, lr=1e-4, nonfinite="propagate")
+            KEPT.append(one)
+            around = by_triton() if variant is None else mock.patch.dict(
+                sm90_step.VARIANTS, dict.fromkeys(sm90_step.VARIANTS, variant)
+            )  # fmt: skip
+            with around:
+                steps[f"{kind}, {'Triton' if variant is None else tuple(variant)}"] = graphed(one.step)
+        if kind == "4bit":
+            one = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
+            KEPT.append(one)
+            steps["torch fused"] = graphed(one.step)
+        timed(steps, rows)
+        KEPT.clear()
+
+
 def check(ps: list[torch.nn.Parameter]) -> None:
     """One step of all parameters; the last rows of the first and of the last one beside the reference."""
     before = [p.detach()[-2:].cpu().clone() for p in (ps[0], ps[-1])]
@@ -221,10 +305,10 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for part in options.part:
         begin = time.perf_counter()
-        if part == "tune":
-            tune(rows)
+        if part in ("tune", "step"):
+            {"tune": tune, "step": step}[part](rows)
         else:
-            {"bits": bits, "classes": classes, "roots": roots, "size": size}[part]()
+            {"bits": bits, "classes": classes, "roots": roots, "size": size, "alike": alike}[part]()
         print(f"part {part}: {time.perf_counter() - begin:.0f} s", flush=True)
     if options.out:
         with Path(options.out).open("w", newline="") as file:
