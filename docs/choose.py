@@ -29,6 +29,12 @@ WEIGHT = (14336, 4096)
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 TOKENS = (1, 16, 1024)
 MODEL, TEXT = "SmolLM2-135M-Instruct", "wikitext-2-v1-test"
+#: Models of the columns of perplexity, by what one calls them; one without results has no column.
+MODELS = {
+    "SmolLM2-135M": MODEL,
+    "Gemma-3-270M": "gemma-3-270m",
+    "Qwen2.5-Coder-0.5B": "Qwen2.5-Coder-0.5B-Instruct",
+}
 CHANGE = "perplexity, change"
 #: Outcomes of a client that has the weights: docs/clients.py.
 READ = ("same bits", "same, other order of sums", "same weights, rounds by itself")
@@ -123,10 +129,10 @@ def shown(page: str, table: str) -> str:
 
 def configurations() -> str:
     """Every entry, with all GPUs and clients."""
-    head = ["configuration", "", "bits per weight", "perplexity"]
+    head = ["configuration", "", "bits per weight", *(f"perplexity, {name}" for name in measured())]
     head += [f"{gpu}: {', '.join(map(str, TOKENS))} tokens" for gpu in GPUS]
     lines = [
-        [f"`{one}`", one.called, bits(one), loss(one)]
+        [f"`{one}`", one.called, bits(one), *(loss(one, model) for model in measured().values())]
         + [
             ", ".join(found) if all(found := [speed(one, gpu, tokens) for tokens in TOKENS]) else ""
             for gpu in GPUS.values()
@@ -139,9 +145,10 @@ def configurations() -> str:
 
 def summary() -> str:
     """The lines of README.md."""
-    head = ["", "configuration", "bits per weight", "perplexity", *map(_tokens, TOKENS), "read by"]
+    head = ["", "configuration", "bits per weight", *(f"perplexity, {name}" for name in measured())]
+    head += [*map(_tokens, TOKENS), "read by"]
     lines = [
-        [one.called, f"`{one}`", bits(one), loss(one)]
+        [one.called, f"`{one}`", bits(one), *(loss(one, model) for model in measured().values())]
         + [speed(one, GPUS["H200"], tokens) for tokens in TOKENS]
         + [", ".join(clients(one)[:2])]
         for one in (ENTRIES[index] for index in SHORT)
@@ -179,11 +186,23 @@ def bits(entry: Entry) -> str:
     return f"{8 * size.bytes / (WEIGHT[0] * WEIGHT[1]):.3g}"
 
 
-def loss(entry: Entry) -> str:
-    """Change of perplexity by rounding to nearest."""
+def loss(entry: Entry, model: str = MODEL) -> str:
+    """Change of a model's perplexity by rounding to nearest, at one scale: full where there are results of it."""
     made = recipe(entry)
     setting = f"weights + activations in {made.activation.name}" if made.activation else "weights"
-    return percent(value("ptq", f"real {MODEL}/quick/{TEXT}", setting, made.weight.name, CHANGE))
+    return percent(value("ptq", table_of(model), setting, made.weight.name, CHANGE))
+
+
+def table_of(model: str) -> str:
+    """The table of a model's perplexities: at full scale, or where there are no results of that, at quick scale."""
+    full, quick = (f"real {model}/{scale}/{TEXT}" for scale in ("full", "quick"))
+    return full if any(key[0] == full for key in indexed("ptq")) else quick
+
+
+def measured() -> dict[str, str]:
+    """Those of MODELS that have results."""
+    tables = {key[0] for key in indexed("ptq")}
+    return {name: model for name, model in MODELS.items() if table_of(model) in tables}
 
 
 def speed(entry: Entry, device: str, tokens: int) -> str:
