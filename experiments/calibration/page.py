@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from experiments.calibration import choice, peers_page, shapes_page
+from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.encoders import encoder_sections
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
@@ -30,6 +30,7 @@ from experiments.report.real_runs import (
     title_of,
 )
 from experiments.report.results import Results, failures, number
+from experiments.report.targets import RunTargets
 
 TITLE = "Quantization with data: what calibration methods win over rounding, on real models"
 QUESTION = "How much of the loss of rounding do methods with data take away, in how many minutes?"
@@ -88,7 +89,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return [*map(section, real_runs(rows)), *encoder_sections(rows), *shapes_page.sections(rows), board]
 
 
-targets_by_run = shapes_page.targets_by_run
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Accuracy on language models; seconds and memory at large shapes."""
+    return [*accuracy_targets.targets_by_run(rows), *shapes_page.targets_by_run(rows)]
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

@@ -229,11 +229,11 @@ TWO = ("int4_g128", "int4_g32_asymmetric", "int4_g128_asymmetric", "int8_rowwise
 TWO_BY_DAY = TWO[1:2]
 
 
-def of_two(name: str) -> None:
+def of_two(name: str, pairs: Iterable[tuple[int, torch.dtype, Tiling | None]] = PAIRS) -> None:
     """Two weights at once: exact sums to the bit and swiglu of them; others have the bits of each weight by itself."""
     length = 3 * max(128, block_of(name))
     made = [[draw(named(name), 256, length, seed) for seed in (0, 3)] for draw in (exact_weight, weight)]
-    for count, dtype, tiling in PAIRS:
+    for count, dtype, tiling in pairs:
         x, arranged = exact_inputs(count, length, dtype) / 64, [host.arrange(w) for w in made[0]]
         sums = [exact_result(x, w, None) for w in made[0]]
         if tiling and not tiling.fits(512, length, arranged[0].element, arranged[0].group):
@@ -349,7 +349,8 @@ def weights_agree(*names: str) -> None:
             of_experts(name)
         as_dense(name)
         if name in (TWO_BY_DAY if by_day else TWO):
-            of_two(name)
+            # By day the rule's tiles, and parts of K in halves of two atoms.
+            of_two(name, PAIRS[::3] if by_day else PAIRS)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise", *WITH_FACTORS) if len(chosen) > 1 else ():
         for dtype in host.INPUTS:
@@ -372,12 +373,11 @@ def weights_agree(*names: str) -> None:
     expert_products.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         length = 2 * max(128, block_of(name))
-        # By day what fills no tile, and of the first scheme what fills all.
-        whole, filled = (not by_day or name == BY_DAY[0]), (not by_day or name != BY_DAY[0])
-        for shape in [(128, length)] * whole + [(70, odd_length(name))]:
+        # By day what fills no tile, and of one weight of the first scheme what fills all.
+        for shape in [(128, length)] * (not by_day or name == BY_DAY[0]) + [(70, odd_length(name))]:
             preshuffled(name, *shape)
         if named(name).scale.block != "tensor" and name != "nf4" and not (by_day and name not in BY_DAY[:2]):
-            for shape in [(128, length)] * whole + [(72, odd_length(name) // 8 * 8)] * filled:
+            for shape in [(128, length)] * (not by_day) + [(72, odd_length(name) // 8 * 8)]:
                 tensors_of_experts(name, *shape)
         print("preshuffled", name, flush=True)
 

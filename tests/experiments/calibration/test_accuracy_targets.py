@@ -1,0 +1,51 @@
+"""Targets of accuracy: which method is held to a bound, on which text, and what was not measured."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.calibration import page
+from experiments.models.causal_lm import MODEL, REAL
+from experiments.report.real_runs import CHANGE, RECOVERED
+from experiments.runs.run import Settings
+
+WIKITEXT, BOOKS = "wikitext-2-v1-test", "books-held-out"
+#: By text and method: perplexity, change of the loss, and what is recovered of the KL divergence.
+VALUES = {
+    WIKITEXT: {"bfloat16": (20, 0, None), "rounding": (60, 1.1, None), "gptq": (30, 0.4, 60), "awq": (25, 0.2, 70)},
+    BOOKS: {"bfloat16": (30, 0, None), "rounding": (90, 1.1, None), "gptq": (50, 0.5, 65), "awq": (60, 0.7, -5)},
+}  # fmt: skip
+
+
+def rows(scale="full"):
+    here = Settings(scale=scale, device="cpu", cache=Path("nowhere"))
+    made = here.rows("calibration", f"{REAL}a model", MODEL, "file", "file", {"parameters": (1.0, "")})
+    for text, methods in VALUES.items():
+        for method, (perplexity, change, recovered) in methods.items():
+            values = {"perplexity": (perplexity, ""), CHANGE: (change, "nat")}
+            values |= {} if recovered is None else {RECOVERED: (recovered, "%")}
+            setting = "weights" if method == "bfloat16" else "int3_g64_asymmetric"
+            made += here.rows("calibration", f"{REAL}a model", text, setting, method, values)
+    return made
+
+
+def test_the_method_is_the_one_that_does_best_on_the_other_text():
+    """GPTQ on WikiText-2, AWQ on books, which is worse than rounding there."""
+    (found,) = page.targets_by_run(rows())
+    assert [(str(one), one.reached) for one in found.targets] == [
+        (f"int3_g64_asymmetric, {WIKITEXT}: loss, change 0.400 of 0.5 nat", True),
+        (f"int3_g64_asymmetric, {WIKITEXT}: perplexity gap closed 75.0 of 60 %", True),
+        (f"int3_g64_asymmetric, {BOOKS}: perplexity gap closed 50.0 of 60 %", False),
+        (f"every scheme, {WIKITEXT}: least recovered 60.0 of 0 %", True),
+        (f"every scheme, {BOOKS}: least recovered -5.0 of 0 %", False),
+    ]
+
+
+@pytest.mark.parametrize("left", ["rounding", "bfloat16"])
+def test_a_gap_needs_both_its_ends(left):
+    some = [row for row in rows() if row.method != left]
+    assert not [one for one in page.targets_by_run(some)[0].targets if "gap" in one.name]
+
+
+def test_short_runs_are_held_to_nothing():
+    assert page.targets_by_run(rows("quick")) == []
