@@ -11,7 +11,7 @@
 //
 // Defined: BITS (of codes), BLOCK, ADAM (its decay is added to gradients), ROUNDS (parameters are rounded stochastically), MASTER
 // (bits of errors beside parameters, 0: none), WARPS, TURNS (of a warp), RESIDENT (programs of a multiprocessor), AHEAD (whether a
-// program asks for all that it reads at its start).
+// program asks for all that it reads at its start), MULTIPLY (1: digits of codes, 2: elements are multiplied in place of shifts).
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -27,6 +27,7 @@ struct Problem {
   const i64* tensors;     // addresses and counts of each parameter
   const float* numbers;   // of its step
   u32 first_keys[10], second_keys[10];  // of Philox, a round each
+  u32 powers[3];          // 4, 256, 65536
 };
 
 struct Rule {
@@ -80,9 +81,16 @@ __device__ __forceinline__ float reciprocal(float v) {
   return __fmaf_rn(__fmaf_rn(-v, guess, 1.0f), guess, guess);
 }
 
+// x times a power plus y. What the compiler does not know to be a power it multiplies, and leaves the integer units to others.
+__device__ __forceinline__ u32 scaled_sum(u32 x, u32 power, u32 y) {
+  u32 v;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(v) : "r"(x), "r"(power), "r"(y));
+  return v;
+}
+
 // Element i of bfloat16 in words.
-__device__ __forceinline__ float element(const u32* words, int i) {
-  return value(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+__device__ __forceinline__ float element(const u32* words, int i, const Problem& problem) {
+  return value(i % 2 ? words[i / 2] & 0xFFFF0000 : MULTIPLY & 2 ? scaled_sum(words[i / 2], problem.powers[2], 0) : words[i / 2] << 16);
 }
 
 template <int WORDS>
@@ -164,14 +172,15 @@ __device__ __forceinline__ u32 nibbles_of_bytes(const u32* d) {
 
 // e2m1 codes of a run. Below its scale an element lies on a fixed grid, as 1 + y does, y in units of the scale; above, on that of
 // its exponent. So codes are what both patterns are above those of the scale and of 1.
-__device__ __forceinline__ u32 e2m1_codes(const float* m, const u32* words, Scale scale) {
+__device__ __forceinline__ u32 e2m1_codes(const float* m, const u32* words, Scale scale, const Problem& problem) {
   const u32 grid = pattern(scale.stored) + ONE;
   u32 digits[RUN], signs = 0;
 #pragma unroll
   for (int i = RUN - 1; i >= 0; i--) {
     const float above = fmaxf(fabsf(m[i]), scale.stored);
     const float below = __fadd_rz(saturated_product(fabsf(m[i]), scale.factor), 1.0f);
-    digits[i] = (pattern(above) + pattern(below) - grid) * 4 + random_of(words, i);
+    const u32 code = pattern(above) + pattern(below) - grid;
+    digits[i] = MULTIPLY & 1 ? scaled_sum(code, problem.powers[0], random_of(words, i)) : code * 4 + random_of(words, i);
     signs = __funnelshift_l(pattern(m[i]), signs, 4);
   }
   const u32 codes = signs & 0x88888888 | nibbles_of_bytes(digits) & 0x77777777;
@@ -179,12 +188,13 @@ __device__ __forceinline__ u32 e2m1_codes(const float* m, const u32* words, Scal
 }
 
 // Integers of a run of roots, 1 at least: 128 + y has the integer in its fraction from bit 16 on.
-__device__ __forceinline__ u32 uint4_codes(const float* root, const u32* words, Scale scale) {
+__device__ __forceinline__ u32 uint4_codes(const float* root, const u32* words, Scale scale, const Problem& problem) {
   u32 digits[RUN];
 #pragma unroll
   for (int i = 0; i < RUN; i++) {
     const float y = fmaxf(__fmul_rn(root[i], scale.factor), 1.0f);
-    digits[i] = pattern(__fadd_rz(y, 128.0f)) * 256 + random_of(words, i);
+    const u32 fixed = pattern(__fadd_rz(y, 128.0f));
+    digits[i] = MULTIPLY & 1 ? scaled_sum(fixed, problem.powers[1], random_of(words, i)) : fixed * 256 + random_of(words, i);
   }
   return nibbles_of_bytes(digits);
 }
@@ -231,17 +241,17 @@ __device__ __forceinline__ void decoded(float* v, const u32* codes, float own) {
 }
 
 // Parameter i of a run as float32, with its error.
-__device__ __forceinline__ float master(const u32* p, const u32* error, int i) {
+__device__ __forceinline__ float master(const u32* p, const u32* error, int i, const Problem& problem) {
   if constexpr (MASTER == 8) {
     // A byte with its sign above it, which `__byte_perm` does not make, at bit 8.
     const u32 selector[4] = {0x8804, 0x9914, 0xAA24, 0xBB34};
     u32 wide;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(wide) : "r"(error[i / 4]), "r"(selector[i % 4]));
-    return value(pattern(element(p, i)) + wide);
+    return value(pattern(element(p, i, problem)) + wide);
   } else if constexpr (MASTER == 16) {
-    return value(pattern(element(p, i)) + (static_cast<int>(i % 2 ? error[i / 2] : error[i / 2] << 16) >> 16));
+    return value(pattern(element(p, i, problem)) + (static_cast<int>(i % 2 ? error[i / 2] : error[i / 2] << 16) >> 16));
   } else {
-    return element(p, i);
+    return element(p, i, problem);
   }
 }
 
@@ -321,7 +331,7 @@ __device__ __forceinline__ bool turn(const Problem& problem, const Tensor& t, co
       float found[2];
 #pragma unroll
       for (int j = i; j < i + 2; j++) {
-        found[j - i] = moved<CLAMPED>(master(p[r], error[r], j), element(g[r], j), m[r][j], v[r][j], beta, square, n);
+        found[j - i] = moved<CLAMPED>(master(p[r], error[r], j, problem), element(g[r], j, problem), m[r][j], v[r][j], beta, square, n);
         top = larger(top, fabsf(m[r][j]));
         root_top = max(root_top, pattern(v[r][j]));
       }
@@ -339,8 +349,8 @@ __device__ __forceinline__ bool turn(const Problem& problem, const Tensor& t, co
     constexpr int NEXT = LANES * RUN;
     if (!ROUNDS) random_words(words[r], problem, t, run + r * LANES);
     if constexpr (BITS == 4) {
-      first[r][0] = e2m1_codes(m[r], words[r], first_new);
-      second[r][0] = uint4_codes(v[r], words[r], second_new);
+      first[r][0] = e2m1_codes(m[r], words[r], first_new, problem);
+      second[r][0] = uint4_codes(v[r], words[r], second_new, problem);
     } else {
       e4m3_codes<false>(first[r], m[r], words[r], first_new);
       e4m3_codes<true>(second[r], v[r], words[r], second_new);

@@ -27,7 +27,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 BITS = {"4bit": 4, "8bit": 8}
 #: Pointers of a launch, and how its numbers lie: the keys of each round of Philox.
 POINTERS = ("tiles", "tensors", "numbers")
-NUMBERS = f"{2 * ROUNDS}I"
+NUMBERS = f"{2 * ROUNDS}I3I4x"
 
 
 class Problem(NamedTuple):
@@ -43,12 +43,14 @@ class Problem(NamedTuple):
 
 class Variant(NamedTuple):
     """warps: of a program. turns: of a warp, one after the other. resident: programs of a multiprocessor. ahead: whether a
-    program asks the L2 cache for all that it reads at its start."""
+    program asks the L2 cache for all that it reads at its start. multiply: 1 for digits of codes, 2 for elements by
+    multiplications in place of shifts, which leave integer units to others."""
 
     warps: int
     turns: int
     resident: int
     ahead: bool = True
+    multiply: int = 1
 
     @property
     def cluster(self) -> int:
@@ -69,7 +71,7 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "BITS": problem.bits, "BLOCK": problem.block, "ADAM": int(problem.adam), "ROUNDS": int(problem.rounds),
         "MASTER": problem.master, "WARPS": variant.warps, "TURNS": variant.turns, "RESIDENT": variant.resident,
-        "AHEAD": int(variant.ahead),
+        "AHEAD": int(variant.ahead), "MULTIPLY": variant.multiply,
     }  # fmt: skip
 
 
@@ -122,7 +124,9 @@ def launch(
 
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, variant: Variant, programs: int, seed: int) -> CudaLaunch:
-    return CudaLaunch(KERNEL, variant, problem, POINTERS, programs, 0, (NUMBERS, keys_of(seed)))
+    return CudaLaunch(
+        KERNEL, variant, problem, POINTERS, programs, 0, (NUMBERS, (*keys_of(seed), 4, 256, 65536))
+    )
 
 
 def keys_of(seed: int) -> tuple[int, ...]:

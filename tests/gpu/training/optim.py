@@ -57,17 +57,17 @@ GRID = (
     (512, 1, 16, 2),
     (512, 1, 64, 2),
 )
-#: Of the kernel in CUDA C++: warps, turns, programs of a multiprocessor, whether it asks the cache ahead.
+#: Of the kernel in CUDA C++: warps, turns, programs of a multiprocessor, whether it asks the cache ahead, what is multiplied.
 VARIANTS = (
-    Variant(4, 4, 4, True),
-    Variant(4, 4, 4, False),
-    Variant(4, 4, 5, True),
-    Variant(4, 4, 5, False),
-    Variant(4, 2, 5, True),
-    Variant(4, 8, 5, True),
-    Variant(4, 4, 6, True),
-    Variant(2, 4, 9, True),
-    Variant(1, 8, 19, True),
+    Variant(4, 4, 4, True, 0),
+    Variant(4, 4, 4, True, 1),
+    Variant(4, 4, 4, True, 3),
+    Variant(4, 4, 4, False, 1),
+    Variant(4, 4, 5, True, 1),
+    Variant(4, 8, 4, True, 1),
+    Variant(4, 2, 4, True, 1),
+    Variant(2, 4, 9, True, 1),
+    Variant(4, 4, 6, True, 1),
 )
 #: What it is compiled for of each of TUNED.
 PROBLEMS = {
