@@ -271,11 +271,15 @@ def ledger(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="On a GPU: validate everything and write the table.")
     ] = False,
+    add: Annotated[
+        Path | None,
+        typer.Option(help="Put in what tests/gpu/validate.py --out FOLDER compared.", metavar="FOLDER"),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="With --refresh: how long it may take.")] = 480.0,
     as_json: AsJson = False,
 ) -> None:
     """Which functions were validated on a GPU: cases, differences, date, commit, device."""
     from experiments.commands.work import run_ledger
 
-    if not run_ledger(check, refresh, as_json, seconds=seconds):
+    if not run_ledger(check, refresh, as_json, seconds=seconds, add=add):
         raise typer.Exit(1)

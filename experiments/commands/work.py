@@ -395,7 +395,7 @@ def baseline(line: Any) -> str:
     return "" if best is None else f"{best.baseline} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"
 
 
-def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float) -> bool:
+def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add: Path | None = None) -> bool:
     """Show the table, check it, or remake it. False where something was never validated, or differed, and that was asked."""
     from experiments.runs import validations
 
@@ -403,6 +403,13 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float) -> 
         raise WrongInput("ledger takes --check or --refresh, not both")
     check_clone("ledger", "the table lies in its reports/, the tests that make it in its tests/gpu/")
     late = validate(seconds) if refresh else []
+    if add is not None:
+        try:
+            added, left = validations.add(add)
+        except ValueError as error:
+            raise WrongInput(f"ledger --add: {error}") from error
+        say(f"{len(added)} lines put in: {', '.join(added)}")
+        late += [f"{name} ({why})" for name, why in left.items()]
     problems, changes = validations.problems(), validations.changes()
     if as_json:
         lines = {name: asdict(one) for name, one in validations.read().items()}

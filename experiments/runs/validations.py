@@ -145,6 +145,30 @@ def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str
     return path, sorted({*late, *(set(functions()) - set(found))})
 
 
+def add(folder: Path, root: Path = ROOT) -> tuple[list[str], dict[str, str]]:
+    """Lines of what ``tests/gpu/validate.py --out folder`` compared, in place of earlier ones: cases are checks, each of which
+    compares tensors. The names that were recorded, and of others why not. ValueError where the folder has no such results."""
+    shares: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        name, _, share = path.stem.partition(".")
+        count = int(share.rpartition("-")[2]) if share else 1
+        shares.setdefault(name, []).append((count, json.loads(path.read_text(encoding="utf-8"))))
+    if not shares:
+        raise ValueError(f"{folder} has no results; write some with tests/gpu/validate.py --out {folder}")
+    found, left = [], {}
+    for name, each in shares.items():
+        late = sum(len(one["left out"]) for _, one in each)
+        if len(each) < each[0][0] or late:
+            left[name] = f"{len(each)} of {each[0][0]} shares, {late} checks not reached"
+            continue
+        checks, wrong = sum(one["checks"] for _, one in each), sum(len(one["wrong"]) for _, one in each)
+        _, last = each[-1]
+        about = (str(last[key]) for key in ("date", "commit", "device", "versions"))
+        found.append(Validation(f"checks of {name}", checks, checks, wrong, wrong, *about))
+    record(found, root)
+    return [one.name for one in found], left
+
+
 def entry_of(test: str) -> str:
     """The line that a test belongs to, by its name: ``family/function``."""
     family, _, function = test.rpartition("/")

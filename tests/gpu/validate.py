@@ -168,6 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     out = None if options.out is None else Path(options.out)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     asked = Asked(
         options.device, options.part or (PARTS if options.names else PARTS[:1]), options.only, options.seconds,
         options.schemes, options.rows, options.shapes, options.all, out, tuple(options.shard),

@@ -51,7 +51,7 @@ def test_what_changed_since_is_said_and_is_no_problem(tmp_path, monkeypatch):
 
 
 #: Mended since a GPU was last there: it took operands in other dtypes than its own. What `ao-lab ledger` validates leaves.
-WAITING = {"linear_block_norm": "28 of 26 values differ, 1 tests failed"}
+WAITING: dict[str, str] = {}
 
 
 def test_every_function_with_kernels_has_a_line_and_passed():
@@ -222,3 +222,31 @@ def test_the_command_names_a_folder_without_rows(reports, tmp_path, capsys):
     assert main(["merge", str(tmp_path / "none"), "--reports", str(places.reports)]) == 2
     assert "give the folder that `--reports` named" in capsys.readouterr().err
     assert read(places.rows("fp8_training")) == [ROW]
+
+
+def test_results_of_checks_become_lines_where_all_shares_ended(tmp_path):
+    """Sums of shares; a subject with a share that is missing, or checks that were not reached, keeps its line."""
+    about = {
+        "date": "2026-11-29T19:00:00Z",
+        "commit": "0832d6b6",
+        "device": "NVIDIA H200",
+        "versions": "torch 2.11.0",
+    }
+    ended = {**about, "checks": 3, "wrong": [], "left out": []}
+    shares = {
+        "gemm.0-of-2": ended, "gemm.1-of-2": {**ended, "wrong": ["a", "b"]}, "gemv": ended, "pairs.0-of-2": ended,
+        "layers": {**ended, "left out": ["x"]},
+    }  # fmt: skip
+    for name, content in shares.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    names, left = validations.add(tmp_path, tmp_path)
+    assert names == ["checks of gemm", "checks of gemv"]
+    assert left == {
+        "pairs": "1 of 2 shares, 0 checks not reached",
+        "layers": "1 of 1 shares, 1 checks not reached",
+    }
+    assert validations.read(tmp_path)["checks of gemm"].cases == 6
+    assert validations.problems(tmp_path)["checks of gemm"] == "2 of 6 values differ, 2 tests failed"
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="has no results; write some with"):
+        validations.add(tmp_path / "none", tmp_path)

@@ -15,11 +15,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from experiments.harness.revision import commit, versions
 
 Check = tuple[str, Callable[[], Iterable[str] | None]]
 Row = dict[str, Any]
@@ -99,7 +102,9 @@ class Progress:
         if self.asked.out is not None:
             about = {
                 "device": device_name(self.asked.device),
-                "torch": torch.__version__,
+                "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                "commit": commit(),
+                "versions": versions(self.asked.device),
                 "wrong": self.wrong,
             }
             content = {**about, "checks": self.done, "left out": self.left_out, "times": self.rows}
