@@ -136,6 +136,9 @@ def _visible(
     return seen & (mask > torch.finfo(mask.dtype).min), mask
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
 def _dequantized(
     q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None, scale: float,
     causal: bool, softcap: float,
@@ -154,6 +157,7 @@ def _dequantized(
         near = ((at < window.sinks) | (at >= window.first(length)))[:, None]
         keys, values = (torch.where(near, x, y) for x, y in zip(computed, (keys, values), strict=True))
     seen, bias = _visible(length, q.shape[2], mask, causal, positions, q.device)
+    keys, values = _hidden_as_zeros(keys, values, seen)
     if softcap:
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
@@ -167,9 +171,16 @@ def _dequantized(
     return torch.nan_to_num(y)
 
 
+def _hidden_as_zeros(keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> Pair:
+    """Tokens that no query sees, seen (T, keys) or (B, 1 or H, T, keys), as zeros: of NaN even a weight of 0 makes NaN."""
+    some = seen.any(-2, keepdim=True)
+    some = (some.any(1, keepdim=True) if some.dim() == 4 else some).mT
+    zero = keys.new_zeros(())
+    return torch.where(some, keys, zero), torch.where(some, values, zero)
+
+
 #: Elements of the scores that `_of_both` holds at once.
 SCORES = 1 << 26
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _of_both(

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from fast.kernels.attention import sm90_decode
 from fast.kernels.attention.append import static_of
-from fast.kernels.attention.parts import combine, parts_of, stored_tokens
+from fast.kernels.attention.parts import combine, part_of, parts_of, stored_tokens
 from fast.kernels.bits import INFINITY, bits_of, float_of
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
@@ -128,15 +128,6 @@ def _power_below(x):
 def _one_over_power(power):
     """1 / power of a power of two; of 0 2**127."""
     return float_of(0x7F000000 - bits_of(power))
-
-
-@triton.jit
-def _part_of(length, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """First token of a part and the one behind its last: whole blocks, divided evenly."""
-    blocks = tl.cdiv(length, BLOCK)
-    each = tl.cdiv(blocks, SPLITS) * BLOCK
-    first = split * each
-    return first, tl.minimum(first + each, length)
 
 
 @triton.jit
@@ -245,14 +236,24 @@ def _scores_by_channel(queries, factor, keys, scales, zeros, d, PLACES: tl.const
 
 
 @triton.jit
-def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr,
+def _seen_by_any(scores):
+    """Tokens (tokens, 1) that some row sees."""
+    return (tl.max((scores != float("-inf")).to(tl.int32), 0) > 0)[:, None]
+
+
+@triton.jit
+def _added(sums, weights, shrink, values, scales, seen, DTYPE: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr,
            PART: tl.constexpr, KIND: tl.constexpr, STATIC: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
-    """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. DTYPE: of 16-bit values' products.
-    STATIC: their scale multiplies the sums at the end.
+    """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. seen: tokens that some row sees, where a
+    mask hides some: others are 0, since of NaN even a weight of 0 makes NaN. DTYPE: of 16-bit values' products. STATIC: their
+    scale multiplies the sums at the end.
     """
     more = ()
     for b in tl.static_range(SCALES):
-        halves = decoded(tl.load(values + b * PART), KIND, HAS_PTX)
+        words = tl.load(values + b * PART)
+        if seen is not None:
+            words = tl.where(seen, words, 0.0 if KIND == "value" else 0)
+        halves = decoded(words, KIND, HAS_PTX)
         if KIND == "value":
             w = weights.to(halves[0].dtype).to(DTYPE)
             more += (tl.dot(w, halves[0].to(DTYPE), sums[0] * shrink[:, None]),)
@@ -260,7 +261,10 @@ def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: t
             for i in tl.static_range(PLACES):
                 more += (tl.dot(weights.to(tl.float16), halves[i], sums[i] * shrink[:, None]),)
         else:
-            w, largest = _scaled(weights, tl.load(scales + b))
+            scale = tl.load(scales + b)
+            if seen is not None:
+                scale = tl.where(tl.reshape(seen, (scale.shape[0],)), scale, 0.0)
+            w, largest = _scaled(weights, scale)
             for i in tl.static_range(PLACES):
                 more += (sums[b * PLACES + i] * shrink[:, None] + tl.dot(w, halves[i]) * largest,)
     return more
@@ -320,7 +324,7 @@ def attend_kernel(
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
-    first, end = _part_of(stored_tokens(count, RESIDUAL, GROUP), split, SPLITS, BLOCK)
+    first, end = part_of(stored_tokens(count, RESIDUAL, GROUP), split, SPLITS, BLOCK)
     WORDS: tl.constexpr = WIDTH // PLACES
     PART: tl.constexpr = WORDS // SCALES
     row, d, n = tl.arange(0, ROWS), tl.arange(0, PART), tl.arange(0, BLOCK)
@@ -383,9 +387,10 @@ def attend_kernel(
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
         if SINKS > 0:
             scores = tl.where((at >= SINKS)[None, :], scores, float("-inf"))
+        seen = _seen_by_any(scores) if HAS_MASK else None
         weights, top, total, shrink = _weights(scores, top, total)
-        sums = _added(sums, weights, shrink, v + line, v_scale + inside * SCALES, queries[0].dtype, PLACES, SCALES, PART, KIND,
-                      STATIC, HAS_PTX)  # fmt: skip
+        sums = _added(sums, weights, shrink, v + line, v_scale + inside * SCALES, seen, queries[0].dtype, PLACES, SCALES, PART,
+                      KIND, STATIC, HAS_PTX)  # fmt: skip
     share = tl.load(v_scale) if STATIC != "" else 1.0
     for i in tl.static_range(PLACES * SCALES):
         channel = (i // PLACES * PART + d) * PLACES + i % PLACES

@@ -24,6 +24,14 @@ def stored_tokens(count, RESIDUAL: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def part_of(tokens, part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """First token of a part and the one behind its last: whole blocks, divided evenly."""
+    each = tl.cdiv(tl.cdiv(tokens, BLOCK), PARTS) * BLOCK
+    first = part * each
+    return first, tl.minimum(first + each, tokens)
+
+
+@triton.jit
 def combine_kernel(
     parts, stats, length, y, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
@@ -31,9 +39,9 @@ def combine_kernel(
     """One row of queries: its parts, CHUNK at a time, weighted by the sums of their exponentials."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(length).to(tl.int32)
-    blocks = tl.cdiv(stored_tokens(count, RESIDUAL, GROUP), BLOCK)
+    stored = stored_tokens(count, RESIDUAL, GROUP)
     # Parts that have a token; the first one has those that are read as computed.
-    live = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1)), 1)
+    live = tl.maximum(tl.cdiv(stored, tl.maximum(part_of(stored, 1, SPLITS, BLOCK)[0], 1)), 1)
     d, c = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
     place = (pair * (GROUPS * TOKENS) + row) * SPLITS
     top, total, sums = float("-inf"), 0.0, tl.zeros((WIDTH,), tl.float32)
@@ -79,4 +87,4 @@ def combine(
     )  # fmt: skip
 
 
-__all__ = ["combine", "combine_kernel", "parts_of", "stored_tokens"]
+__all__ = ["combine", "combine_kernel", "part_of", "parts_of", "stored_tokens"]

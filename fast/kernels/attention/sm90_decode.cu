@@ -17,8 +17,7 @@
 // SCALES (0: none, 1: a token, 2: one of all, 3: one of a head, 4: keys by channel of GROUP tokens, values by token), ZERO, GROUP,
 // TILE, WINDOW (tokens as computed beside), MASKED, RESIDENT (programs of a multiprocessor).
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "softmax.cuh"
 
 constexpr int WARPS = 4, BITS = KIND == 0 ? 16 : KIND == 3 ? 4 : 8, ROW = WIDTH * BITS / 8;
 // Bytes of a token that a lane reads at once, how often, and words in all: of keys a quarter of a token, of values an eighth.
@@ -26,14 +25,16 @@ constexpr int K_LANE = ROW / 4, K_PIECE = K_LANE < 16 ? K_LANE : 16, K_WORDS = K
 constexpr int V_LANE = ROW / 8, V_PIECE = V_LANE < 16 ? V_LANE : 16, V_WORDS = V_LANE / 4;
 constexpr int STEPS = WIDTH / 16, OCTETS = TILE / 8, RUN = V_PIECE * 8 / BITS;
 constexpr bool BY_CHANNEL = SCALES == 4, BY_TOKEN = SCALES == 1 || SCALES == 4;
+constexpr bool HAS_NAN = KIND < 2;  // codes of values
 constexpr int SPAN = BY_CHANNEL ? GROUP : TILE;  // tokens of a warp's turn
-constexpr u32 ALL = 0xFFFFFFFF;
+
+#include "sm90_decode_codes.cuh"
 
 struct Problem {
   const unsigned short* q;
   const char* k;
   const float* k_scale;
-  const signed char* k_zero;
+  const unsigned char* k_zero;
   const char* v;
   const float* v_scale;
   const unsigned short* k_computed;
@@ -47,56 +48,6 @@ struct Problem {
   float factor;
   int key_heads, k_room, room, splits, sinks, ring, residual, open;  // open: tokens of a group that is quantized when it is full
 };
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
-
-__device__ __forceinline__ float exponential(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-template <int BYTES>
-__device__ __forceinline__ void load(u32* to, const void* from) {
-  if constexpr (BYTES == 16) {
-    const uint4 v = *static_cast<const uint4*>(from);
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-  } else if constexpr (BYTES == 8) {
-    const uint2 v = *static_cast<const uint2*>(from);
-    to[0] = v.x, to[1] = v.y;
-  } else {
-    to[0] = *static_cast<const u32*>(from);
-  }
-}
-
-// The float of one half of a word of queries.
-__device__ __forceinline__ float half_of(u32 word, int high) {
-#if BF16
-  return __uint_as_float(high ? word & 0xFFFF0000 : word << 16);
-#else
-  float v;
-  if (high) word >>= 16;
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(v) : "r"(word));
-  return v;
-#endif
-}
-
-__device__ __forceinline__ u32 float16s(float low, float high) {
-  u32 word;
-  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
-  return word;
-}
-
-// Two numbers of the queries' dtype.
-__device__ __forceinline__ u32 rounded(float low, float high) {
-#if BF16
-  u32 word;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
-  return word;
-#else
-  return float16s(low, high);
-#endif
-}
 
 __device__ __forceinline__ u32 transposed(u32 word) {
   u32 found;
@@ -116,86 +67,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a, u32 b, u32 c, u32
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a), "r"(b), "r"(c), "r"(e), "r"(f), "r"(g));
 }
-
-// float16 of eight nibbles: of places 0, 1, 2 and 3 of both halves of a word. (code ^ 8) in the fraction of 1024, less 1032; of
-// the higher nibble of a byte 16 times as much, over 16, less 72.
-__device__ __forceinline__ void nibbles(u32* h, u32 x) {
-  asm("{\n.reg .b32 y, a, b, c, d;\n"
-      "shr.u32 y, %4, 8;\n"
-      "lop3.b32 a, %4, 0x000F000F, 0x64086408, 0x6A;\n"
-      "lop3.b32 b, %4, 0x00F000F0, 0x64806480, 0x6A;\n"
-      "lop3.b32 c, y, 0x000F000F, 0x64086408, 0x6A;\n"
-      "lop3.b32 d, y, 0x00F000F0, 0x64806480, 0x6A;\n"
-      "sub.f16x2 %0, a, %5;\n"
-      "fma.rn.f16x2 %1, b, %6, %7;\n"
-      "sub.f16x2 %2, c, %5;\n"
-      "fma.rn.f16x2 %3, d, %6, %7;\n}"
-      : "=r"(h[0]), "=r"(h[1]), "=r"(h[2]), "=r"(h[3])
-      : "r"(x), "r"(0x64086408), "r"(0x2C002C00), "r"(0xD480D480));
-}
-
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-
-// Two bytes of a word, chosen by a selector that has 4 (0x64) in odd places: (code ^ 128) in the fraction of 1024, less 1152.
-__device__ __forceinline__ u32 integers(u32 flipped, u32 selector) {
-  u32 h;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(h) : "r"(prmt(flipped, 0x64646464, selector)), "r"(0x64806480));
-  return h;
-}
-
-// Two e4m3 in a half of a word.
-__device__ __forceinline__ u32 floats(u32 word, int high) {
-  u32 h;
-  if (high)
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(h) : "r"(word));
-  else
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(h) : "r"(word));
-  return h;
-}
-
-// Pairs of channels of a word of keys, PAIRS of them, in the order that `channel` says.
-constexpr int PAIRS = 32 / BITS / 2;
-__device__ __forceinline__ void key_pairs(u32 (&h)[PAIRS], u32 word) {
-  if constexpr (KIND == 0) {
-    h[0] = word;
-  } else if constexpr (KIND == 1) {
-    h[0] = floats(word, 0), h[PAIRS - 1] = floats(word, 1);
-  } else if constexpr (KIND == 2) {
-    const u32 flipped = word ^ 0x80808080;
-    h[0] = integers(flipped, 0x4240), h[PAIRS - 1] = integers(flipped, 0x4341);
-  } else {
-    nibbles(h, word);
-  }
-}
-
-// What stands at such a pair's ends: channels of a token.
-__device__ __forceinline__ int channel(int word, int pair, int high, int quarter) {
-  const int at = 4 * word, byte = at / K_PIECE * 4 * K_PIECE + quarter * K_PIECE + at % K_PIECE;
-  const int within = KIND == 1 ? 2 * pair + high : pair + high * PAIRS;
-  return byte * 8 / BITS + within;
-}
-
-// Both tokens' channels of a word of values, 2 * PAIRS of them, in order.
-__device__ __forceinline__ void value_pairs(u32 (&h)[2 * PAIRS], u32 x, u32 y) {
-  if constexpr (KIND == 0) {
-    h[0] = prmt(x, y, 0x5410), h[1] = prmt(x, y, 0x7632);
-  } else if constexpr (KIND == 1) {
-    const u32 a = prmt(x, y, 0x5140), b = prmt(x, y, 0x7362);
-    h[0] = floats(a, 0), h[1] = floats(a, 1), h[2] = floats(b, 0), h[3] = floats(b, 1);
-  } else if constexpr (KIND == 2) {
-    const u32 a = prmt(x, y, 0x5140) ^ 0x80808080, b = prmt(x, y, 0x7362) ^ 0x80808080;
-    h[0] = integers(a, 0x4140), h[1] = integers(a, 0x4342), h[2] = integers(b, 0x4140), h[3] = integers(b, 0x4342);
-  } else {
-    u32 low[4], high[4];
-    nibbles(low, prmt(x, y, 0x5410));
-    nibbles(high, prmt(x, y, 0x7632));
-#pragma unroll
-    for (int i = 0; i < 4; i++) h[i] = low[i], h[4 + i] = high[i];
-  }
-}
-
-// A lane's i-th channel of values.
-__device__ __forceinline__ int value_channel(int i, int eighth) { return i / RUN * 8 * RUN + eighth * RUN + i % RUN; }
 
 // Largest, or added, of the lanes that have other tokens.
 __device__ __forceinline__ float largest(float x) {
@@ -276,50 +147,89 @@ struct Tile {
   unsigned char seen[OCTETS];
 };
 
+// Words that a warp's shared memory has for scales and zero points of a quarter of the channels.
+constexpr int SHARED_ROW = 8 * STEPS + 4;
+
 struct Place {
   const Problem& p;
   uint4* base;  // of this lane every 32nd one: queries over a power of two, where scales of channels multiply them
-  const char *k, *v;
+  u32* shared;  // of the warp: a group's scales and zero points in 16 bits
+  const char *k, *v;  // of the lane's own first token and bytes, as scales of tokens
   const float *k_scale, *v_scale;
-  const signed char* k_zero;
+  const unsigned char* k_zero;
   const unsigned char* mask;
   int lane, quarter, eighth, last;  // last: of the stored tokens
 
-  __device__ __forceinline__ int inside(int token) const { return min(token, last); }
+  // What the lane's own two queries were divided by, behind zero points.
+  __device__ __forceinline__ float* powers() const {
+    return reinterpret_cast<float*>(shared + 4 * SHARED_ROW + 2 * quarter);
+  }
 
-  __device__ __forceinline__ void read_keys(Tile& t, int start) const {
+  // On to the tile so many tokens behind; kept in registers, and not made anew for each tile.
+  __device__ __forceinline__ void advance(int tokens) {
+    k += i64(tokens) * ROW, v += i64(tokens) * ROW;
+    if constexpr (SCALES == 1) k_scale += tokens;
+    if constexpr (BY_TOKEN) v_scale += tokens;
+    asm("" : "+l"(k), "+l"(v));
+    if constexpr (BY_TOKEN) asm("" : "+l"(v_scale));
+    if constexpr (SCALES == 1) asm("" : "+l"(k_scale));
+  }
+
+  // A tile that ends inside is read from one address of each kind; of others the last token is read again.
+  template <bool WHOLE, int BYTES>
+  __device__ __forceinline__ void read(u32* to, const void* from, int start, int constant, int own, int size, int behind) const {
+    const char* at = static_cast<const char*>(from);
+    if constexpr (WHOLE)
+      load_constant<BYTES>(to, at + (constant * size + behind));
+    else
+      load_constant<BYTES>(to, at + i64(min(constant, last - own - start)) * size + behind);
+  }
+
+  template <bool WHOLE>
+  __device__ __forceinline__ void keys(Tile& t, int start) const {
 #pragma unroll
     for (int i = 0; i < OCTETS; i++) {
-      const int token = inside(start + 8 * i + eighth);
-      const char* from = k + i64(token) * ROW + quarter * K_PIECE;
 #pragma unroll
       for (int piece = 0; piece < K_LANE / K_PIECE; piece++)
-        load<K_PIECE>(t.k[i] + piece * (K_PIECE / 4), from + piece * 4 * K_PIECE);
-      if constexpr (SCALES == 1) t.k_scale[i] = k_scale[token];
+        read<WHOLE, K_PIECE>(t.k[i] + piece * (K_PIECE / 4), k, start, 8 * i, eighth, ROW, piece * 4 * K_PIECE);
+      if constexpr (SCALES == 1) read<WHOLE, 4>(reinterpret_cast<u32*>(t.k_scale + i), k_scale, start, 8 * i, eighth, 4, 0);
     }
   }
 
-  __device__ __forceinline__ void read_values(Tile& t, int start) const {
+  template <bool WHOLE>
+  __device__ __forceinline__ void values(Tile& t, int start) const {
 #pragma unroll
     for (int i = 0; i < OCTETS; i++) {
-      const int own = inside(start + 8 * i + eighth);
-      if constexpr (BY_TOKEN) t.v_scale[i] = v_scale[own];
-      if constexpr (MASKED) t.seen[i] = mask[own];
+      if constexpr (BY_TOKEN) read<WHOLE, 4>(reinterpret_cast<u32*>(t.v_scale + i), v_scale, start, 8 * i, eighth, 4, 0);
+      if constexpr (MASKED) t.seen[i] = mask[WHOLE ? start + 8 * i : min(start + 8 * i, last - eighth)];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const char* from = v + i64(inside(start + 8 * i + 2 * quarter + e)) * ROW + eighth * V_PIECE;
 #pragma unroll
         for (int piece = 0; piece < V_LANE / V_PIECE; piece++)
-          load<V_PIECE>(t.v[i][e] + piece * (V_PIECE / 4), from + piece * 8 * V_PIECE);
+          read<WHOLE, V_PIECE>(t.v[i][e] + piece * (V_PIECE / 4), v, start, 8 * i + e, 2 * quarter, ROW, piece * 8 * V_PIECE);
       }
     }
+  }
+
+  __device__ __forceinline__ void read_keys(Tile& t, int start) const {
+    if (start + TILE - 1 <= last)
+      keys<true>(t, start);
+    else
+      keys<false>(t, start);
+  }
+
+  __device__ __forceinline__ void read_values(Tile& t, int start) const {
+    if (start + TILE - 1 <= last)
+      values<true>(t, start);
+    else
+      values<false>(t, start);
   }
 };
 
 // Queries as the second operand: of each step two words, and what scores are multiplied by for the lane's own two queries.
 struct Queries {
   u32 raw[STEPS][2], halves[STEPS][2];  // as they are; over a power of two, and perhaps times scales of channels
-  float factor[2], power[2], beside[2];
+  float factor[2], beside[2];
 };
 
 // A number of the query lane / 4 to those lanes that have its scores.
@@ -360,7 +270,7 @@ __device__ __forceinline__ void read_queries(Queries& q, const Place& at, const 
       q.raw[place / 2][place % 2] = made;
     }
   }
-  q.factor[0] = q.factor[1] = at.p.factor;
+  if constexpr (KIND == 0) q.factor[0] = q.factor[1] = at.p.factor;
   q.beside[0] = q.beside[1] = 0.0f;
   if constexpr (KIND != 0) {
     float x[STEPS][2][2];
@@ -369,72 +279,91 @@ __device__ __forceinline__ void read_queries(Queries& q, const Place& at, const 
 #pragma unroll
       for (int j = 0; j < 4; j++) x[i][j / 2][j % 2] = half_of(q.raw[i][j / 2], j % 2);
     }
-    give(q.power, divide(q.halves, x), at.lane);
+    give(q.factor, divide(q.halves, x), at.lane);
     if constexpr (BY_CHANNEL) {
 #pragma unroll
       for (int i = 0; i < STEPS / 2; i++)
         at.base[32 * i] = make_uint4(q.halves[2 * i][0], q.halves[2 * i][1], q.halves[2 * i + 1][0], q.halves[2 * i + 1][1]);
     }
-    q.factor[0] *= q.power[0], q.factor[1] *= q.power[1];
+    if constexpr (BY_CHANNEL) {
+#pragma unroll
+      for (int c = 0; c < 2; c++) at.powers()[c] = q.factor[c];
+    }
+    q.factor[0] *= at.p.factor, q.factor[1] *= at.p.factor;
     if constexpr (SCALES == 2 || SCALES == 3) q.factor[0] *= *at.k_scale, q.factor[1] *= *at.k_scale;
   }
+}
+
+// A group's scales of channels over a power of two, which comes back, and its zero points, in 16 bits, where all lanes find them:
+// by the places of a quarter, zero points twice, as two rows of an operand. Each lane makes some of one quarter; `scale` and `zero`
+// are of the first.
+constexpr int OWN_PLACES = WIDTH / 64;
+__device__ __forceinline__ int own_channel(int lane) {
+  const int first = lane % 8 * OWN_PLACES;
+  return channel(first / PAIRS, first % PAIRS, 0, lane / 8);
+}
+
+__device__ __forceinline__ u32 share_scales(const Place& at, const float* scale, const unsigned char* zero) {
+  float x[OWN_PLACES][2], most = 0.0f;
+  u32 z[2 * OWN_PLACES];
+#pragma unroll
+  for (int i = 0; i < OWN_PLACES; i++) {
+    const int low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
+    x[i][0] = scale[low], x[i][1] = scale[high];
+    if constexpr (ZERO) z[2 * i] = prmt(zero[low], zero[high], 0x5410);
+    most = fmaxf(most, fmaxf(x[i][0], x[i][1]));
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+  const u32 power = __float_as_uint(most) & 0x7F800000;
+  const float less = __uint_as_float(0x7F000000 - power);
+  int lane = at.lane;
+  asm volatile("" : "+r"(lane));  // the address is made anew: no register waits for it
+  u32 halves[OWN_PLACES], *to = at.shared + lane / 8 * SHARED_ROW + lane % 8 * 4 * OWN_PLACES;
+#pragma unroll
+  for (int i = 0; i < OWN_PLACES; i++) {
+    halves[i] = float16s(x[i][0] * less, x[i][1] * less);
+    // (code ^ 128) in the fraction of 1024, less 1152.
+    if constexpr (ZERO) asm("sub.f16x2 %0, %1, %2;" : "=r"(z[2 * i]) : "r"(z[2 * i] ^ 0x64806480), "r"(0x64806480));
+    z[2 * i + 1] = z[2 * i];
+  }
+  __syncwarp();  // all have read those of the group before
+  if constexpr (ZERO) store<8 * OWN_PLACES>(to, z);
+  store<4 * OWN_PLACES>(to + 2 * OWN_PLACES, halves);
+  __syncwarp();
+  return power;
 }
 
 // Queries times a group's scales of channels, over a power of two, and their products with its zero points.
 __device__ __forceinline__ void take_scales(Queries& q, const Place& at, int group, int last) {
   if constexpr (BY_CHANNEL) {
-    const float* scale = at.k_scale + i64(group) * WIDTH;
-    const signed char* zero = at.k_zero + i64(group) * WIDTH;
-    float x[K_WORDS][2 * PAIRS], most = 0.0f;
-#pragma unroll
-    for (int word = 0; word < K_WORDS; word++) {
-      u32 s[2 * PAIRS];
-#pragma unroll
-      for (int i = 0; i < PAIRS / 2; i++) load<16>(s + 4 * i, scale + channel(word, 0, 0, at.quarter) + 4 * i);
-#pragma unroll
-      for (int i = 0; i < 2 * PAIRS; i++) x[word][i] = __uint_as_float(s[i]), most = fmaxf(most, x[word][i]);
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
-    const u32 power = __float_as_uint(most) & 0x7F800000;
-    const float less = __uint_as_float(0x7F000000 - power), factor = __uint_as_float(power) * at.p.factor;
-    q.factor[0] = q.power[0] * factor, q.factor[1] = q.power[1] * factor;
+    const i64 first = i64(group) * WIDTH, next = i64(min(group + WARPS, last)) * WIDTH;
+    const int own = own_channel(at.lane);
+    const u32 power = share_scales(at, at.k_scale + first + own, at.k_zero + first + own);
+    const float factor = __uint_as_float(power) * at.p.factor;
+    q.factor[0] = at.powers()[0] * factor, q.factor[1] = at.powers()[1] * factor;
+    // What the warp's next group needs, on its way meanwhile.
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_scale + next + own));
+    if constexpr (ZERO) asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_zero + next + own));
+    const u32* from = at.shared + at.quarter * SHARED_ROW;
     u32 base[4];
+    float d[2][4] = {};  // two sums, which wait for each other less
 #pragma unroll
-    for (int place = 0; place < 2 * STEPS; place++) {
-      const int word = place / PAIRS, low = channel(0, place % PAIRS, 0, 0), high = channel(0, place % PAIRS, 1, 0);
-      if (place % 4 == 0) load<16>(base, at.base + place / 4 * 32);
-      const u32 halves = float16s(x[word][low] * less, x[word][high] * less);
-      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[place / 2][place % 2]) : "r"(base[place % 4]), "r"(halves));
-    }
-    if constexpr (ZERO) {
-      // As a token whose codes are the zero points, in all rows.
-      float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      u32 pairs[2 * STEPS];
+    for (int i = 0; i < STEPS; i++) {
+      u32 halves[2], z[4];
+      if (i % 2 == 0) load<16>(base, at.base + 16 * i);
 #pragma unroll
-      for (int word = 0; word < K_WORDS; word++) {
-        u32 z[PAIRS < 2 ? 1 : PAIRS / 2];
-        load<2 * PAIRS>(z, zero + channel(word, 0, 0, at.quarter));
-#pragma unroll
-        for (int i = 0; i < PAIRS / 2; i++) z[i] ^= 0x80808080;
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-          const int low = channel(0, i, 0, 0), high = channel(0, i, 1, 0);
-          const u32 both = prmt(z[low / 4], z[high / 4], low % 4 | (high % 4 + 4) << 8);
-          pairs[word * PAIRS + i] = integers(both, 0x4240);
-        }
+      for (int j = 0; j < 2; j += OWN_PLACES) {
+        load<4 * OWN_PLACES>(halves + j, from + 4 * (2 * i + j) + 2 * OWN_PLACES);
+        if constexpr (ZERO) load<8 * OWN_PLACES>(z + 2 * j, from + 4 * (2 * i + j));
       }
 #pragma unroll
-      for (int i = 0; i < STEPS; i++)
-        multiply<false>(d, pairs[2 * i], pairs[2 * i], pairs[2 * i + 1], pairs[2 * i + 1], q.halves[i][0], q.halves[i][1]);
-      q.beside[0] = d[0], q.beside[1] = d[1];
+      for (int j = 0; j < 2; j++)
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(q.halves[i][j]) : "r"(base[i % 2 * 2 + j]), "r"(halves[j]));
+      // As a token whose codes are the zero points, in all rows.
+      if constexpr (ZERO) multiply<false>(d[i % 2], z[0], z[1], z[2], z[3], q.halves[i][0], q.halves[i][1]);
     }
-    // What the warp's next group needs, on its way meanwhile.
-    const int next = min(group + WARPS, last);
-    if (at.lane < WIDTH / 32)
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_scale + i64(next) * WIDTH + 32 * at.lane));
-    else if (ZERO && at.lane < WIDTH / 32 + WIDTH / 128 + 1)
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(at.k_zero + i64(next) * WIDTH + (at.lane - WIDTH / 32) * 64));
+    q.beside[0] = d[0][0] + d[1][0], q.beside[1] = d[0][1] + d[1][1];
   }
 }
 
@@ -477,97 +406,60 @@ __device__ __forceinline__ void add_values(Sums& sums, const u32 (&w)[OCTETS], c
   }
 }
 
-// How many tokens are read as they are stored (`reference.attention.window`).
-__device__ __forceinline__ int stored(const Problem& p, int count) {
-  return max(min(count - p.residual, count - count % p.open), 0);
-}
-
-// Attention to 16 slots of tokens as they were computed.
 #if WINDOW
-__device__ __forceinline__ void of_computed(Sums& sums, const Queries& q, const Place& at, i64 pair, int first, int count) {
-  const Problem& p = at.p;
-  const int slots = p.sinks + p.ring;
-  float s[2][2], ones[2] = {1.0f, 1.0f}, d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  bool seen[2];
-  u32 pairs[2][2 * STEPS];
-  const unsigned short* k = p.k_computed + pair * slots * WIDTH;
-  const unsigned short* v = p.v_computed + pair * slots * WIDTH;
+#include "sm90_decode_window.cuh"
+#endif
+
+// Values that nobody looks at are 0: of NaN even a weight of 0 makes NaN.
+__device__ __forceinline__ void hide_values(Tile& t, const Place& at) {
+  u32 hidden = 0;  // a bit an octet, of the token that the lane has scores of
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int slot = first + 8 * i + at.eighth;
-    int token = slot;
-    if (slot >= p.sinks) {
-      const int back = (count - 1 - slot) % max(p.ring, 1);
-      token = count - 1 - (back < 0 ? back + p.ring : back);
+  for (int i = 0; i < OCTETS; i++) hidden |= u32(t.seen[i] == 0) << i;
+  if (!__any_sync(ALL, hidden != 0)) return;
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const u32 own = __shfl_sync(ALL, hidden, (2 * at.quarter + e) * 4);
+#pragma unroll
+    for (int i = 0; i < OCTETS; i++) {
+#pragma unroll
+      for (int word = 0; word < V_WORDS; word++) t.v[i][e][word] = own >> i & 1 ? 0 : t.v[i][e][word];
     }
-    seen[i] = slot < slots && token < count && (slot < p.sinks || token >= max(stored(p, count), p.sinks));
-    if (MASKED && seen[i]) seen[i] = at.mask[token] != 0;
-    const unsigned short* from = k + min(slot, slots - 1) * WIDTH;
-#pragma unroll
-    for (int word = 0; word < K_WORDS; word++) {
-      u32 x[PAIRS];
-      load<4 * PAIRS>(x, from + channel(word, 0, 0, at.quarter));
-#pragma unroll
-      for (int u = 0; u < PAIRS; u++) {
-        const int low = channel(0, u, 0, 0), high = channel(0, u, 1, 0);  // in a word of `x` two each
-        pairs[i][word * PAIRS + u] = KIND == 1 ? x[u] : prmt(x[low / 2], x[high / 2], low % 2 ? 0x7632 : 0x5410);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < STEPS; i++)
-    multiply<true>(d, pairs[0][2 * i], pairs[1][2 * i], pairs[0][2 * i + 1], pairs[1][2 * i + 1], q.raw[i][0], q.raw[i][1]);
-#pragma unroll
-  for (int i = 0; i < 4; i++) s[i / 2][i % 2] = seen[i / 2] ? d[i] * p.factor : -infinity();
-  u32 w[2];
-  weigh<true>(w, s, ones, sums);
-  bool read[4];  // of the lane's slots of values: what nobody looks at may be NaN
-#pragma unroll
-  for (int e = 0; e < 4; e++) read[e] = __shfl_sync(ALL, int(seen[e / 2]), (2 * at.quarter + e % 2) * 4) != 0;
-#pragma unroll
-  for (int word = 0; word < V_WORDS; word++) {
-    u32 x[4][PAIRS];
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int slot = min(first + e / 2 * 8 + 2 * at.quarter + e % 2, slots - 1);
-      load<4 * PAIRS>(x[e], v + slot * WIDTH + value_channel(2 * PAIRS * word, at.eighth));
-#pragma unroll
-      for (int u = 0; u < PAIRS; u++) x[e][u] = read[e] ? x[e][u] : 0;
-    }
-#pragma unroll
-    for (int u = 0; u < PAIRS; u++)
-      multiply<true>(sums.y[word * PAIRS + u], prmt(x[0][u], x[1][u], 0x5410), prmt(x[0][u], x[1][u], 0x7632),
-                     prmt(x[2][u], x[3][u], 0x5410), prmt(x[2][u], x[3][u], 0x7632), w[0], w[1]);
   }
 }
-#endif
 
 // A tile's scores times scales, -infinity where nobody looks; values have a scale of 0 there.
 __device__ __forceinline__ void scale_scores(
     float (&s)[OCTETS][2], const Queries& q, Tile& t, const Place& at, int start, int end) {
-  const int least = WINDOW ? at.p.sinks : 0;
-  const bool whole = start + TILE <= end && start >= least;
 #pragma unroll
   for (int i = 0; i < OCTETS; i++) {
-    const int token = start + 8 * i + at.eighth;
-    const bool seen = (whole || (token < end && token >= least)) && (!MASKED || t.seen[i]);
-    if constexpr (BY_TOKEN) t.v_scale[i] = seen ? t.v_scale[i] : 0.0f;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       float x = s[i][c];
       if constexpr (ZERO) x -= q.beside[c];
       x *= q.factor[c];
       if constexpr (SCALES == 1) x *= t.k_scale[i];
-      s[i][c] = seen ? x : -infinity();
+      s[i][c] = x;
     }
   }
+  const int least = WINDOW ? at.p.sinks : 0;
+  if (!MASKED && start + TILE <= end && start >= least) return;
+#pragma unroll
+  for (int i = 0; i < OCTETS; i++) {
+    const int token = start + 8 * i + at.eighth;
+    const bool seen = token < end && token >= least && (!MASKED || t.seen[i]);
+    if constexpr (BY_TOKEN) t.v_scale[i] = seen ? t.v_scale[i] : 0.0f;
+    s[i][0] = seen ? s[i][0] : -infinity(), s[i][1] = seen ? s[i][1] : -infinity();
+    if constexpr (MASKED && HAS_NAN) t.seen[i] = seen;
+  }
+  if constexpr (MASKED && HAS_NAN) hide_values(t, at);
 }
 
 // The turns of a warp: of spans of SPAN tokens each WARPS-th one of a part.
-__device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, int first, int end) {
+__device__ __forceinline__ void attend(Sums& sums, Queries& q, Place& at, int first, int end) {
   if (first >= end) return;
   Tile t;
   t.k_scale[0] = 1.0f;
+  at.advance(first);
   at.read_keys(t, first);
   at.read_values(t, first);
 #pragma unroll 1
@@ -581,6 +473,7 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, 
     float s[OCTETS][2];
     score(s, q, t);
     scale_scores(s, q, t, at, start, end);
+    at.advance(ahead - start);
     at.read_keys(t, ahead);
     u32 w[OCTETS];
     weigh<KIND == 0>(w, s, t.v_scale, sums);
@@ -593,6 +486,7 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, const Place& at, 
 struct Shared {
   float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
   uint4 base[WARPS][BY_CHANNEL ? STEPS / 2 : 1][32];
+  uint4 scales[WARPS][BY_CHANNEL ? SHARED_ROW + 2 : 1];
 };
 
 // The sums of all warps, and what they are of: a part, or the result.
@@ -647,17 +541,24 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int split = blockIdx.x % p.splits, pair = blockIdx.x / p.splits;
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
-  const int count = int(*p.length), all = stored(p, count);
+  const int count = int(*p.length), all = stored_tokens(count, p.residual, p.open);
   constexpr int BLOCK = WARPS * SPAN;
   // Parts behind the last token are not read; the first one has the tokens as computed.
-  const int each = ((all + BLOCK - 1) / BLOCK + p.splits - 1) / p.splits, first = split * each * BLOCK;
+  const int each = blocks_of_a_part(all, BLOCK, p.splits), first = split * each * BLOCK;
   if (split > 0 && first >= all) return;
-  Place at = {p, shared.base[warp][0] + lane, p.k + i64(pair) * p.k_room * ROW, p.v + i64(pair) * p.room * ROW, p.k_scale, p.v_scale, p.k_zero,
-              p.mask + batch * p.mask_batch, lane, lane % 4, lane / 4, all - 1};
-  if (SCALES == 1) at.k_scale += i64(pair) * p.room;
-  if (BY_CHANNEL) at.k_scale += i64(pair) * (p.k_room / GROUP) * WIDTH, at.k_zero += i64(pair) * (p.k_room / GROUP) * WIDTH;
-  if (BY_TOKEN) at.v_scale += i64(pair) * p.room;
+  const int quarter = lane % 4, eighth = lane / 4;
+  Place at = {p, shared.base[warp][0] + lane, reinterpret_cast<u32*>(shared.scales[warp]),
+              p.k + (i64(pair) * p.k_room + eighth) * ROW + quarter * K_PIECE,
+              p.v + (i64(pair) * p.room + 2 * quarter) * ROW + eighth * V_PIECE,
+              p.k_scale, p.v_scale, p.k_zero, p.mask + batch * p.mask_batch + eighth, lane, quarter, eighth, all - 1};
+  if (SCALES == 1) at.k_scale += i64(pair) * p.room + eighth;
+  if (BY_CHANNEL) {
+    const i64 first = i64(pair) * (p.k_room / GROUP) * WIDTH;
+    at.k_scale += first, at.k_zero += first;
+  }
+  if (BY_TOKEN) at.v_scale += i64(pair) * p.room + eighth;
   if (SCALES == 3) at.k_scale += key_head, at.v_scale += key_head;
+  if (BY_CHANNEL) asm("" : "+r"(at.quarter), "+r"(at.eighth));
   Queries q;
   read_queries(q, at, p.q + batch * p.q_batch + (key_head * HEADS + min(at.eighth, HEADS - 1)) * p.q_head);
   Sums sums;

@@ -93,6 +93,7 @@ KERNEL = Kernel(
     "sm90_decode",
     Path(__file__).parent,
     _defines,
+    own=("softmax.cuh", "sm90_decode_codes.cuh", "sm90_decode_window.cuh"),
     shared=(),
     instead="Triton's kernel multiplies",
     fails_whole=True,
@@ -130,6 +131,7 @@ PARTS_KERNEL = Kernel(
         "BF16": int(problem.dtype == "bfloat16"),
         "BLOCK": problem.block,
     },
+    own=("softmax.cuh",),
     shared=(),
     programmatic=True,
     instead="Triton's kernel multiplies",
@@ -166,9 +168,10 @@ def span_of(problem: Problem) -> int:
 
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
-    # Of each warp and column the largest score, the sum of weights, and sums by channel; behind them queries.
-    steps = problem.width // 32 if problem.scales == "channel" else 1
-    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4) + 16 * WARPS * 32 * steps
+    # Of each warp and column the largest score, the sum of weights, and sums by channel; behind them queries and scales.
+    by_channel = problem.scales == "channel"
+    steps, rows = (problem.width // 32, problem.width // 2 + 6) if by_channel else (1, 1)
+    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4) + 16 * WARPS * (32 * steps + rows)
     return CudaLaunch(KERNEL, variant_of(problem), problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 

@@ -3,11 +3,9 @@
 //
 // Defined: WIDTH, BF16 (of the result), BLOCK (tokens that parts are multiples of).
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "softmax.cuh"
 
 constexpr int WARPS = 4, OWN = WIDTH / 32;  // channels of a lane
-constexpr u32 ALL = 0xFFFFFFFF;
 
 struct Problem {
   const float* parts;
@@ -17,33 +15,14 @@ struct Problem {
   int splits, residual, open;
 };
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
-
-__device__ __forceinline__ float exponential(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float share_of(float2 one, float top) {
   return one.x == -infinity() ? 0.0f : exponential(one.x - top);
 }
 
-__device__ __forceinline__ unsigned short rounded(float x) {
-  u32 word;
-#if BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
-#endif
-  return static_cast<unsigned short>(word);
-}
-
 // Parts that have a token; the first one has those as computed.
 __device__ __forceinline__ int live_of(const Problem& p) {
-  const int count = int(*p.length), all = max(min(count - p.residual, count - count % p.open), 0);
-  const int blocks = (all + BLOCK - 1) / BLOCK, each = max(1, (blocks + p.splits - 1) / p.splits);
-  return max(1, (blocks + each - 1) / each);
+  const int all = stored_tokens(int(*p.length), p.residual, p.open), each = max(1, blocks_of_a_part(all, BLOCK, p.splits));
+  return max(1, ((all + BLOCK - 1) / BLOCK + each - 1) / each);
 }
 
 extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const __grid_constant__ Problem p) {
@@ -80,6 +59,6 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const
     float sum = sums[c];
 #pragma unroll
     for (int w = 1; w < WARPS; w++) sum += sums[w * WIDTH + c];
-    p.y[i64(blockIdx.x) * WIDTH + c] = rounded(sum / (total == 0.0f ? 1.0f : total));
+    p.y[i64(blockIdx.x) * WIDTH + c] = static_cast<unsigned short>(rounded(sum / (total == 0.0f ? 1.0f : total), 0.0f));
   }
 }

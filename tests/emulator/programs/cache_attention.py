@@ -182,6 +182,11 @@ def attend(kind):
         if masked:
             mask = torch.ones(batch, 1, queries, room, dtype=torch.bool)
             mask[0, ..., :3] = False
+            if not window.slots and values.scheme in ("", SCHEMES["fp8_rowwise"].key):
+                for one in (keys, values):  # NaN that nobody sees
+                    one.codes[0, :, :3] = 0x7F if one.scheme else torch.nan
+            if values.scale is not None and not values.static:
+                values.scale[0, :, :3] = torch.nan
         assert decode.refusal(q, keys, values, mask, 0.0) is None
         plan = decode.Plan(parts, 32, 4, 1)
         y = decode.attention(q, keys, values, length, mask, width**-0.5, True, plan)
