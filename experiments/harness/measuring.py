@@ -113,6 +113,12 @@ class Deadline:
         return f"not run: the {self.seconds:.0f} {LATE}"
 
 
+def in_time(deadline: Deadline, work: Callable[[], Values]) -> Values:
+    """What work finds, with a status; where the deadline came before it, only that."""
+    reason = deadline.reason()
+    return status(reason) if reason else attempt(work)
+
+
 def is_late(metric: str) -> bool:
     """Whether the metric of a status says that a deadline came first."""
     return metric.startswith("status: ") and metric.endswith(LATE)

@@ -1,36 +1,47 @@
 """Parts "speed" and "mod speed" of `loka`, on a GPU alone: a step of the dense part of exact shapes, compiled.
 
-Embeddings are random: what is timed is everything behind the lookups. DLRMv2-DCN at batch 8192 (65536 over eight GPUs), Wukong
-at 6144; forward and backward, and forward alone. "dispatch" chooses by time on this GPU, without a limit to errors, and
-confirms by whole steps; that of trained networks within a budget is part "policies".
+Embeddings are random: what is timed is everything behind the lookups, gradients of embeddings included. DLRMv2-DCN at batch
+8192 (65536 over eight GPUs), Wukong at 6144; forward and backward, and forward alone. "dispatch" chooses by time on this GPU,
+without a limit to errors, and confirms by whole steps; that of trained networks within a budget is part "policies". "fp8
+weights" is inference: weights are stored with a scale a row, inputs quantized in each call.
+
+Methods of a workload are made one by one and then timed in turn, each step after one of its own. Wukong is compiled layer by
+layer: they are alike, so one program serves them. Steps of milliseconds are timed as CUDA graphs too, without the host.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ao_lab
-from experiments.harness.measuring import Values
+from ao_lab.measure.turns import Call, Plan, Watch, summary, watch_of
+from experiments.harness.bench import after_own_steps, repeated
+from experiments.harness.measuring import Deadline, Values, in_time
 from experiments.models.dlrm import DLRM, DLRMV2, DLRMConfig
 from experiments.models.wukong import WUKONG, Wukong
 
 SPEED, MOD_SPEED = "speed", "mod speed"
 BOTH, FORWARD, MEMORY = "forward and backward", "forward", "peak memory"
-METHODS = ("bfloat16", "rowwise", "tensorwise", "dispatch")
+GRAPH = ", graph"
+STORED = "fp8 weights"
+METHODS = ("bfloat16", "rowwise", "dispatch", STORED, "tensorwise")
 THREE = ("no_bias", "block_norm", "hard_swish")
 #: Mods whose step is timed beside that of the model as it is: each alone, and together.
 MODS: dict[str, tuple[str, ...]] = {"none": (), **{one: (one,) for one in THREE}, "all three": THREE}
-#: What outputs may move by where only time counts, and steps that are timed after those that warm up.
-ANY, STEPS, WARM = 1e6, 12, 4
-#: Tokens of a probe whose errors nothing asks for.
-TOKENS = 64
+#: What outputs may move by where only time counts.
+ANY = 1e6
+#: Tokens of a probe whose errors nothing asks for: those of many take the host minutes at the widest layers.
+TOKENS = 8
+PLANS = {"cuda": Plan(rounds=10, warmup=1, seconds=3.0, fewest=3), "cpu": Plan(rounds=1, warmup=0, fewest=1)}
+#: Programs that torch may make of one function: every method, layers of other shapes, with and without gradients. Beyond its
+#: limit, 8, it would run the rest operation by operation, with a line on stderr.
+PROGRAMS = 256
 
 
 class Dense(nn.Module):
@@ -47,11 +58,14 @@ class Dense(nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """make: the dense part on a device; inputs: of a batch."""
+    """make: the dense part on a device; inputs: of a batch, embeddings last; parts: modules that are compiled, each by itself;
+    graph: whether steps are captured too."""
 
     batch: int
     make: Callable[[str], Dense]
     inputs: Callable[[int, str], tuple[Tensor, ...]]
+    parts: Callable[[Any], Iterable[nn.Module]] = lambda dense: [dense]
+    graph: bool = True
 
 
 def dcn(config: DLRMConfig, batch: int) -> Workload:
@@ -80,7 +94,7 @@ def wukong(name: str, batch: int) -> Workload:
     def inputs(rows: int, device: str) -> tuple[Tensor, ...]:
         return (torch.randn((rows, config.features, config.width), device=device, dtype=torch.bfloat16),)
 
-    return Workload(batch, make, inputs)
+    return Workload(batch, make, inputs, lambda dense: [*dense.model.layers, dense.model.top], graph=False)
 
 
 #: What is timed; "norms" is DLRMv2 with LayerNorm and SiLU in its feed-forward networks, which mods change.
@@ -95,12 +109,17 @@ NORMS = replace(DLRMV2, name="DLRMv2-DCN, norms and SiLU", norm=True)
 def changed(model: Dense, method: str, inputs: tuple[Tensor, ...]) -> None:
     """Let the layers of a model train by a method."""
     if method == "dispatch":
-        # Errors do not count here, and those of 1024 tokens of the widest layers take the host minutes.
         recipes = ["rowwise", "tensorwise"]
         report = ao_lab.probe_(model, [inputs], recipes, filter_fn=is_wide, tokens=TOKENS, measure=False)
         ao_lab.dispatch_(
             model, lambda m: m(*inputs).float().mean(), report, budget=ANY, most_noise=ANY, confirm=True
         )
+    elif method == STORED:
+        config = ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow())
+        ao_lab.quantize_(model.requires_grad_(False), config, is_wide)
+    elif method in MODS:
+        if MODS[method]:
+            ao_lab.apply_mods_(model, MODS[method])
     elif method != "bfloat16":
         ao_lab.convert_for_training_(model, method, is_wide, pad=True)
 
@@ -110,69 +129,111 @@ def is_wide(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and min(module.weight.shape) >= 128
 
 
-def speed_values(
-    name: str, method: str, device: str, workload: Workload | None = None, compiled: bool = True
-) -> Values:
-    """Times of a model by a method."""
-    one = WORKLOADS[name] if workload is None else workload
+@dataclass
+class Steps:
+    """Steps of a workload's methods: forward and backward, and forward alone."""
+
+    workload: Workload
+    device: str
+    compiled: bool
+    watch: Watch
+    inputs: tuple[Tensor, ...]
+    calls: dict[str, dict[str, Call]] = field(default_factory=lambda: {BOTH: {}, FORWARD: {}})
+
+    def make(self, method: str) -> Values:
+        """Build, change and compile a model, and run each of its steps; the most memory that it takes beside the others."""
+        before = held(self.device)
+        torch.manual_seed(0)
+        model = self.workload.make(self.device)
+        changed(model, method, self.inputs)
+        if self.compiled:
+            for part in self.workload.parts(model):
+                part.compile(dynamic=False)
+        steps = {FORWARD: partial(forward, model, self.inputs)}
+        if method != STORED:
+            steps[BOTH] = partial(both, model, self.inputs)
+        values = {}
+        for step in steps.values():
+            step()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            steps.get(BOTH, steps[FORWARD])()
+            values[MEMORY] = ((torch.cuda.max_memory_allocated() - before) / 1e9, "GB")
+        for metric, step in steps.items():
+            self.calls[metric][method] = step
+        return values
+
+    def captured(self, results: dict[str, Values], deadline: Deadline) -> dict[str, dict[str, Call]]:
+        """The same as CUDA graphs; of a step that cannot be captured a row says why."""
+        found: dict[str, dict[str, Call]] = {}
+        for metric, calls in self.calls.items():
+            for method, step in calls.items():
+                made = found.setdefault(metric + GRAPH, {})
+                told = in_time(deadline, partial(self._capture, method, step, made))
+                if method not in made:
+                    results[method] |= {
+                        key.replace("status", metric + GRAPH): value for key, value in told.items()
+                    }
+        return found
+
+    def _capture(self, method: str, step: Call, made: dict[str, Call]) -> Values:
+        replay = self.watch.capture([step])
+        replay()
+        self.watch.sync()
+        made[method] = replay
+        return {}
+
+
+def both(model: Dense, inputs: tuple[Tensor, ...]) -> None:
+    """Forward and backward; gradients are freed."""
+    model(*inputs).float().mean().backward()  # type: ignore[no-untyped-call]
+    for one in (*model.parameters(), *inputs):
+        one.grad = None
+
+
+@torch.no_grad()
+def forward(model: Dense, inputs: tuple[Tensor, ...]) -> None:
+    """Without gradients."""
+    model(*inputs)
+
+
+def held(device: str) -> int:
+    """Bytes of tensors on a GPU."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def measure(
+    workload: Workload, methods: Iterable[str], device: str, deadline: Deadline, compiled: bool = True
+) -> Mapping[str, Values]:
+    """Times of every method of a workload, in turn; of one that fails or comes too late its status."""
     torch.manual_seed(0)
-    model, inputs = one.make(device), one.inputs(one.batch, device)
-    changed(model, method, inputs)
-    return timed(model, inputs, device, compiled)
+    inputs = workload.inputs(workload.batch, device)
+    inputs[-1].requires_grad_()
+    steps = Steps(workload, device, compiled, watch_of(device), inputs)
+    results: dict[str, Values] = {}
+    with torch._dynamo.config.patch(recompile_limit=PROGRAMS, accumulated_recompile_limit=4 * PROGRAMS):
+        for method in methods:
+            results[method] = in_time(deadline, partial(steps.make, method))
+        add_times(results, steps.watch, steps.calls, PLANS[device])
+        if workload.graph and device == "cuda":
+            add_times(results, steps.watch, steps.captured(results, deadline), PLANS[device])
+    return results
 
 
-def mod_values(
-    mods: str, batch: int, device: str, config: DLRMConfig = NORMS, compiled: bool = True
-) -> Values:
-    """Times with mods, all linear layers in bfloat16."""
-    torch.manual_seed(0)
-    one = dcn(config, batch)
-    model, inputs = one.make(device), one.inputs(batch, device)
-    if MODS[mods]:
-        ao_lab.apply_mods_(model, MODS[mods])
-    return timed(model, inputs, device, compiled)
+def add_times(
+    results: dict[str, Values], watch: Watch, calls: Mapping[str, Mapping[str, Call]], plan: Plan
+) -> None:
+    """Medians and quantiles of steps by metric and method, each timed after one of its own."""
+    for metric, some in calls.items():
+        if not some:
+            continue
+        times = after_own_steps(watch, some, plan, 1)
+        for method in some:
+            found = summary(times[method]).values()
+            results[method] |= {key.replace("time", metric, 1): value for key, value in found.items()}
+        first = next(iter(some))
+        results[first] |= {f"{metric}, {key}": value for key, value in repeated(times, first).items()}
 
 
-def timed(model: Dense, inputs: tuple[Tensor, ...], device: str, compiled: bool) -> Values:
-    """Medians of a step and of a forward, and the most memory."""
-    step: Any = torch.compile(model) if compiled else model
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-    def both() -> None:
-        step(*inputs).float().mean().backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def forward() -> None:
-        step(*inputs)
-
-    values: Values = {
-        BOTH: (1e3 * median(both, device), "ms"),
-        FORWARD: (1e3 * median(forward, device), "ms"),
-    }
-    if device == "cuda":
-        values[MEMORY] = (torch.cuda.max_memory_allocated() / 1e9, "GB")
-    return values
-
-
-def median(call: Callable[[], None], device: str) -> float:
-    """Seconds of a call, the device idle before and after."""
-    taken = []
-    for _ in range(WARM + STEPS):
-        wait(device)
-        started = time.perf_counter()
-        call()
-        wait(device)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[WARM:])
-
-
-def wait(device: str) -> None:
-    """For the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-__all__ = ["METHODS", "MODS", "MOD_SPEED", "SPEED", "WORKLOADS", "mod_values", "speed_values"]
+__all__ = ["BOTH", "FORWARD", "GRAPH", "MEMORY", "METHODS", "MODS", "MOD_SPEED", "NORMS", "SPEED", "STORED", "WORKLOADS",
+           "Workload", "dcn", "measure"]  # fmt: skip

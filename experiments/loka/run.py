@@ -3,7 +3,7 @@
 Parts are modules of this folder, each with its lines: what is measured at once. "sites" and "outputs" are what a probe predicts
 (`prediction`), "cost" what it takes online (`sampling_cost`), "faults" and "right kernels" what is told of kernels
 (`faulty_kernels`), "schemes" predictions for other models in all schemes (`every_scheme`). Faults are computed on a CPU.
-"trajectory", "policies" and "speed" are of workloads (`workloads`).
+"trajectory", "policies" and "speed" are of workloads (`workloads`); the cases of "speed" are timed whole, all methods in turn.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from experiments.harness.measuring import Deadline, attempt, bar, keep, measure_each, status
+from experiments.harness.measuring import Deadline, Values, bar, in_time, keep, measure_each
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.loka import every_scheme, faulty_kernels, prediction, sampling_cost, trajectory, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
-from experiments.loka.workloads import Line
+from experiments.loka.workloads import IN_TURN, Line, Turns
 from experiments.runs.run import Settings
 
 EXPERIMENT = "loka"
@@ -73,7 +73,7 @@ def scheme_lines(settings: Settings) -> Iterator[Line]:
 
 
 #: The parts by name, and what has their lines.
-PARTS: dict[str, Callable[[Settings], Iterator[Line]]] = {
+PARTS: dict[str, Callable[[Settings], Iterator[Line] | Iterator[Turns]]] = {
     "probe": probe_lines,
     "kernels": kernel_lines,
     "schemes": scheme_lines,
@@ -91,6 +91,11 @@ def subject(settings: Settings) -> str:
     return f"drawn-{seed_and_libraries(settings.seed)}"
 
 
+def measured_whole(row: Row) -> tuple[str, str] | None:
+    """What a row is timed in turn with, by table and setting; None where its line stands for itself."""
+    return (row.table, row.setting) if table_parts(row.table)[0] in IN_TURN else None
+
+
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again. With several workers
     trainings of the part "trajectory" run at once, after all else."""
@@ -102,13 +107,12 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     with bar(EXPERIMENT, len(lines) - len(apart)) as step:
         for line in lines:
             if line not in apart:
-                if not is_finished(settings, journal, line):
-                    keep(journal, failed, rows_of(settings, line, deadline.reason(0.0)))
-                step(f"{line.kind}, {line.setting}, {line.method}")
+                measure(settings, journal, failed, line, deadline)
+                step(f"{line.kind}, {line.setting}, {', '.join(methods_of(line)[:2])}")
     works = {
         f"{line.data}, {line.setting}, {line.method}, seed {line.seed}": partial(rows_of, settings, line)
         for line in apart
-        if not is_finished(settings, journal, line)
+        if isinstance(line, Line) and not is_finished(settings, journal, line)
     }
     if works:
         name = trajectory.TRAJECTORY
@@ -116,19 +120,43 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     return [*journal.rows, *failed]
 
 
-def is_finished(settings: Settings, journal: Journal, line: Line) -> bool:
+def measure(
+    settings: Settings, journal: Journal, failed: list[Row], line: Line | Turns, deadline: Deadline
+) -> None:
+    """What the journal lacks of one line, into the journal; of methods that are timed in turn all are measured."""
+    if is_finished(settings, journal, line):
+        return
+    if isinstance(line, Turns):
+        reached = deadline.reason() is None
+        found = line.work(deadline) if reached else {name: in_time(deadline, dict) for name in line.methods}
+        for name, values in found.items():
+            keep(journal, failed, told(settings, line, name, values))
+    else:
+        keep(journal, failed, rows_of(settings, line, deadline))
+
+
+def methods_of(line: Line | Turns) -> tuple[str, ...]:
+    """One, or those that are timed in turn."""
+    return line.methods if isinstance(line, Turns) else (line.method,)
+
+
+def is_finished(settings: Settings, journal: Journal, line: Line | Turns) -> bool:
     """Whether the journal has a line's rows."""
-    seed = settings.seed if line.seed is None else line.seed
+    seed = settings.seed if isinstance(line, Turns) or line.seed is None else line.seed
     table = table_name(line.kind, settings.scale, line.data)
-    return journal.finished(table, line.setting, line.method, seed)
+    return all(journal.finished(table, line.setting, one, seed) for one in methods_of(line))
 
 
-def rows_of(settings: Settings, line: Line, reason: str | None = None) -> list[Row]:
-    """A line's rows; where there is a reason not to measure it, the row that says so."""
+def rows_of(settings: Settings, line: Line, deadline: Deadline | None = None) -> list[Row]:
+    """A line's rows; where the deadline came first, the row that says so."""
     here = replace(settings, device="cpu") if line.on_cpu else settings
     here = here if line.seed is None else replace(here, seed=line.seed)
-    values = status(reason) if reason else attempt(line.work)
-    return here.rows(EXPERIMENT, line.kind, line.data, line.setting, line.method, values)
+    return told(here, line, line.method, in_time(deadline or Deadline(None), line.work))
 
 
-__all__ = ["check_parts", "run", "subject"]
+def told(settings: Settings, line: Line | Turns, method: str, values: Values) -> list[Row]:
+    """Values as rows."""
+    return settings.rows(EXPERIMENT, line.kind, line.data, line.setting, method, values)
+
+
+__all__ = ["check_parts", "measured_whole", "run", "subject"]

@@ -85,18 +85,19 @@ PLANS = {
 
 
 def pairs(scale: str) -> list[tuple[str, str, str, int]]:
-    """Data, model, change and the place of a seed, in the order of trainings: the base and one recipe first, seed by seed."""
+    """Data, model, change and the place of a seed, in the order of trainings: the base and one recipe first, and all seeds of a
+    model on some data before the next, so that a run that ends early has whole intervals."""
     plan, first = PLANS[scale], (BASE, "rowwise")
     others = tuple(one for one in plan.changes if one not in first)
     return [
         (data, model, change, at)
         for changes in (first, others)
-        for at in range(plan.seeds)
         for data in plan.data
         # The gates of HSTU are no modules that mods replace.
         for model, some in (
             [("HSTU", RECIPES)] if data in SEQUENCES else [(one, plan.changes) for one in plan.models]
         )
+        for at in range(plan.seeds)
         for change in changes
         if change in some
     ]

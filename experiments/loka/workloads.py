@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from experiments.harness.measuring import Values
-from experiments.loka import dense_speed, policies, trajectory
+from experiments.harness.measuring import Deadline, Values
+from experiments.loka import dense_speed, fused_speed, policies, trajectory
 from experiments.runs.run import Settings
 
 
@@ -25,7 +25,22 @@ class Line:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class Turns:
+    """What is timed in turn: kind and data of its table, setting, methods, and what finds the values of each until a deadline,
+    statuses among them."""
+
+    kind: str
+    data: str
+    setting: str
+    methods: tuple[str, ...]
+    work: Callable[[Deadline], Mapping[str, Values]]
+
+
 RANDOM = "random-embeddings"
+OPERANDS = "normal"
+#: Kinds of tables whose methods are timed in turn.
+IN_TURN = (dense_speed.SPEED, dense_speed.MOD_SPEED, fused_speed.NORM, fused_speed.EPILOGUE)
 #: Batches of mods.
 BATCHES = (1024, 6144)
 
@@ -57,18 +72,34 @@ def policy_lines(settings: Settings) -> Iterator[Line]:
             yield Line(policies.POLICIES, slug(data), model, name, work)
 
 
-def speed_lines(settings: Settings) -> Iterator[Line]:
-    """Parts "speed" and "mod speed": nothing without a GPU."""
+def speed_lines(settings: Settings) -> Iterator[Turns]:
+    """Part "speed", cases with bars first: nothing without a GPU."""
     if settings.device != "cuda":
         return
-    for name in dense_speed.WORKLOADS:
-        for method in dense_speed.METHODS:
-            work = partial(dense_speed.speed_values, name, method, settings.device)
-            yield Line(dense_speed.SPEED, RANDOM, name, method, work)
+    norms, epilogues = (_fused(kind, settings.device) for kind in (fused_speed.NORM, fused_speed.EPILOGUE))
+    yield from (*norms[:2], epilogues[0])
+    for name, workload in dense_speed.WORKLOADS.items():
+        yield _dense(dense_speed.SPEED, name, workload, dense_speed.METHODS, settings.device)
+    yield from (*norms[2:], *epilogues[1:])
     for batch in BATCHES:
-        for mods in dense_speed.MODS:
-            work = partial(dense_speed.mod_values, mods, batch, settings.device)
-            yield Line(dense_speed.MOD_SPEED, RANDOM, f"batch {batch}", mods, work)
+        workload = dense_speed.dcn(dense_speed.NORMS, batch)
+        yield _dense(
+            dense_speed.MOD_SPEED, f"batch {batch}", workload, tuple(dense_speed.MODS), settings.device
+        )
 
 
-__all__ = ["Line", "policy_lines", "speed_lines", "trajectory_lines"]
+def _fused(kind: str, device: str) -> list[Turns]:
+    """Cases of a kind."""
+    return [
+        Turns(kind, OPERANDS, case.name, tuple(case.methods), partial(fused_speed.measure, case, device))
+        for case in fused_speed.CASES[kind]
+    ]
+
+
+def _dense(
+    kind: str, name: str, workload: dense_speed.Workload, methods: tuple[str, ...], device: str
+) -> Turns:
+    return Turns(kind, RANDOM, name, methods, partial(dense_speed.measure, workload, methods, device))
+
+
+__all__ = ["IN_TURN", "Line", "Turns", "policy_lines", "speed_lines", "trajectory_lines"]

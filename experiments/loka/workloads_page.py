@@ -1,4 +1,4 @@
-"""What the page of `loka` says of workloads: quality over paired seeds, policies, times of exact shapes."""
+"""What the page of `loka` says of workloads: quality over paired seeds, and policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from statistics import fmean
 
 from experiments.harness.intervals import Interval, interval
 from experiments.harness.rows import Row
-from experiments.loka.dense_speed import BOTH, FORWARD, MEMORY, MOD_SPEED, MODS, SPEED
 from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECONDS
 from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
 from experiments.report.content import Drawing, Headline, Section, Table
@@ -36,10 +35,6 @@ POLICY_TEXT = (
     ),
     "Times on a CPU are modelled: multiply-adds, bytes and casts of one H200 at batch 8192, for layers eight times as long.",
 )
-SPEED_TEXT = (
-    "Compiled steps of the dense part at exact shapes, random embeddings; times of one GPU. LoKA publishes 1.19x of training "
-    "and 1.4x of inference on clusters, for models with its mods already.",
-)
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -62,14 +57,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
                     f"On {setting} the knapsack's step takes {number(ours / quickest[1], 3)} of the quickest uniform "
                     f"policy's that keeps the budget ({quickest[0]}){modelled}."
                 )
-    if (best := best_run(by_run(rows, SPEED))) is not None:
-        _, results = best
-        parts = [
-            f"{setting} {number(ratio, 2)}x"
-            for setting in results.settings
-            if (ratio := speedup(results, setting, "dispatch"))
-        ]
-        words.append(f"Forward and backward by dispatch over bfloat16: {', '.join(parts)}." if parts else "")
     return [word for word in words if word]
 
 
@@ -124,19 +111,11 @@ def quickest_uniform(results: Results, setting: str) -> tuple[str, float] | None
     return None if name is None else (name, able[name])
 
 
-def speedup(results: Results, setting: str, method: str, metric: str = BOTH) -> float | None:
-    """How many times quicker than bfloat16."""
-    base, mine = (results.value(setting, one, metric) for one in ("bfloat16", method))
-    return base / mine if base and mine else None
-
-
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Quality, policies, times; run by run."""
+    """Quality and policies, run by run."""
     made = (
         (TRAJECTORY, "Quality over paired seeds", QUALITY_TEXT, quality_table),
         (POLICIES, "Policies of training", POLICY_TEXT, policy_table),
-        (SPEED, "Steps of exact shapes", SPEED_TEXT, speed_table),
-        (MOD_SPEED, "Steps with mods", (), mod_table),
     )
     return [
         Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
@@ -156,22 +135,6 @@ def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
         )  # fmt: skip
         name = f"loka-log-loss-{where.scale}-{where.data}{where.device_ending}"
         return [Drawing(name, "Relative log loss over paired seeds, with its interval of 95%.", figure)]
-    if kind == SPEED:
-        timed = [line for line in lines(results) if line[1] != "bfloat16"]
-        series = {one: [speedup(results, *line, one) for line in timed] for one in (BOTH, FORWARD)}
-        figure = dots(
-            [f"{setting}, {method}" for setting, method in timed],
-            series,
-            "times as fast as bfloat16",
-            base=1.0,
-        )
-        return [
-            Drawing(
-                f"loka-speed-{where.scale}{where.device_ending}",
-                "Steps of the dense part over compiled bfloat16.",
-                figure,
-            )
-        ]
     return []
 
 
@@ -211,54 +174,13 @@ def policy_table(results: Results) -> Table:
     return Table("All layers, forward and backward", columns, body, results.rows)
 
 
-def speed_table(results: Results) -> Table:
-    """A line for every model and method."""
-    body = [
-        [
-            method, setting, number(results.value(setting, method, BOTH), 2),
-            number(speedup(results, setting, method), 2) + "x",
-            number(results.value(setting, method, FORWARD), 2), number(speedup(results, setting, method, FORWARD), 2) + "x",
-            number(results.value(setting, method, MEMORY), 1),
-        ]
-        for setting, method in lines(results)
-    ]  # fmt: skip
-    columns = [
-        "method",
-        "model",
-        "step (ms)",
-        "over bfloat16",
-        "forward (ms)",
-        "over bfloat16",
-        "memory (GB)",
-    ]
-    return Table("Dense part, compiled", columns, body, results.rows)
-
-
-def mod_table(results: Results) -> Table:
-    """A line for every batch and set of mods."""
-    names = list(MODS)
-    body = []
-    for setting in results.settings:
-        base = results.value(setting, names[0], BOTH)
-        values = [results.value(setting, name, BOTH) for name in names]
-        ratios = [number(base / one if base and one else None, 2) + "x" for one in values]
-        body.append([setting, number(base, 3), *ratios[1:]])
-    columns = ["batch", "step (ms)", *names[1:]]
-    return Table(
-        "DLRMv2-DCN with norms and SiLU: forward and backward, over the step without mods",
-        columns,
-        body,
-        results.rows,
-    )
-
-
 def headlines(rows: Sequence[Row]) -> list[Headline]:
     """None: the first page has ten."""
     return []
 
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
-    """Loss at full scale, policies against uniform ones, times of exact shapes."""
+    """Loss at full scale, and policies against uniform ones."""
     found = []
     for where, results in by_run(rows, TRAJECTORY).items():
         if where.scale == "full":
@@ -275,12 +197,4 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
             ours, quickest = results.value(setting, OURS, SECONDS), quickest_uniform(results, setting)
             targets.append(limit.target(setting, ours / quickest[1] if ours and quickest else None))
         found.append(RunTargets(where, targets, "policies of training"))
-    for where, results in by_run(rows, SPEED).items():
-        targets = [
-            limit_of(EXPERIMENT, setting, "dispatch over bfloat16").target(
-                setting, speedup(results, setting, "dispatch")
-            )
-            for setting in results.settings
-        ]
-        found.append(RunTargets(where, targets, "steps of exact shapes"))
     return found

@@ -5,8 +5,19 @@ from dataclasses import replace
 import pytest
 
 from experiments.harness.intervals import interval
-from experiments.harness.rows import Journal
-from experiments.loka import dense_speed, page, policies, run, trajectory, workloads, workloads_page
+from experiments.harness.measuring import Deadline
+from experiments.harness.rows import Journal, Row
+from experiments.loka import (
+    dense_speed,
+    fused_speed,
+    page,
+    policies,
+    run,
+    speed_page,
+    trajectory,
+    workloads,
+    workloads_page,
+)
 from experiments.models.click_training import ClickTraining
 from experiments.models.dlrm import DLRMConfig
 from experiments.report.results import by_run
@@ -44,7 +55,7 @@ def test_lines(tmp_path):
     assert len([*workloads.trajectory_lines(full)]) == 8 * (
         3 * 2 * len(trajectory.CHANGES) + 2 * len(trajectory.RECIPES)
     )
-    assert {line.kind for line in workloads.speed_lines(full)} == {"speed", "mod speed"}
+    assert {line.kind for line in workloads.speed_lines(full)} == set(workloads.IN_TURN)
 
 
 def rows_of(tmp_path):
@@ -83,12 +94,88 @@ def test_a_run_and_its_page(tmp_path, small):
     assert workloads_page in page.PAGES
 
 
-def test_a_dense_part_is_timed_by_each_method():
+def test_a_dense_part_is_timed_by_methods_in_turn(monkeypatch):
+    """One that fails has a row that says why, and the others their times; after the deadline nothing starts."""
+    monkeypatch.setitem(dense_speed.MODS, "unknown", ("no such mod",))
     one = dense_speed.dcn(TINY, 64)
-    for method in ("bfloat16", "rowwise"):
-        values = dense_speed.speed_values("tiny", method, "cpu", one, compiled=False)
-        assert values[dense_speed.BOTH][0] > values[dense_speed.FORWARD][0] > 0
-    assert dense_speed.mod_values("all three", 64, "cpu", TINY, compiled=False)[dense_speed.FORWARD][0] > 0
+    methods = ("bfloat16", "rowwise", dense_speed.STORED, "all three", "unknown")
+    found = dense_speed.measure(one, methods, "cpu", Deadline(None), compiled=False)
+    for method in methods[:-1]:
+        assert found[method][dense_speed.FORWARD][0] > 0
+        assert (dense_speed.BOTH in found[method]) == (method != dense_speed.STORED)
+    (why,) = found["unknown"]
+    assert "unknown mod 'no such mod'" in why
+    late = dense_speed.measure(one, methods, "cpu", Deadline(-1), compiled=False)
+    assert all(one.startswith("status: not run") for values in late.values() for one in values)
+
+
+def fused_cases():
+    """Both kinds, at a small shape."""
+    return {kind: replace(cases[0], m=40, k=128, n=256) for kind, cases in fused_speed.CASES.items()}
+
+
+def test_fused_methods_compute_what_float32_does(monkeypatch):
+    """All of both kinds; one that computes something else has no time."""
+    for case in fused_cases().values():
+        first, *_, last = case.methods
+        twice = lambda *operands, exact=case.exact: 2 * exact(*operands)  # noqa: E731
+        wrong = replace(case, methods={**case.methods, last: twice})
+        found = fused_speed.measure(wrong, "cpu", Deadline(None))
+        assert all(found[name][fused_speed.TIME][0] > 0 for name in case.methods if name != last)
+        assert list(found[last]) == ["status: wrong: the error against float32 is 1"]
+        assert fused_speed.ERROR in found[first] or first in fused_speed.ALONE
+
+
+def test_a_case_is_resumed_whole(tmp_path, monkeypatch):
+    """What was timed in turn is measured again where a method is missing, and what failed is told."""
+    answers = [{"a": {"time": (2.0, "us"), "status: ok": (1.0, "")}, "b": {"status: wrong: x": (0.0, "")}}]
+    asked = []
+
+    def work(deadline):
+        asked.append(deadline)
+        return answers[0]
+
+    case = workloads.Turns(fused_speed.NORM, "normal", "s", ("a", "b"), work)
+    monkeypatch.setitem(run.PARTS, "speed", lambda settings: iter([case]))
+    only, journal = replace(settings(tmp_path), only=("speed",)), Journal()
+    assert {row.metric for row in run.run(only, journal)} == {"time", "status: ok", "status: wrong: x"}
+    assert [row.method for row in journal.rows] == ["a", "a"]
+    answers[0] = answers[0] | {"b": answers[0]["a"]}
+    rows = run.run(only, journal)
+    assert run.run(only, journal) == rows
+    assert len(asked) == 2
+    assert {run.measured_whole(row) for row in rows} == {(rows[0].table, "s")}
+    late = run.run(replace(only, seconds=-1.0), Journal())
+    assert (len(late), len(asked)) == (2, 2)
+
+
+def times(kind, data, setting, metric, values):
+    return [
+        Row(experiment="loka", table=f"{kind}/full/{data}", setting=setting, method=method, metric=metric, value=value, unit="",
+            device="NVIDIA H200", seed=0)
+        for method, value in values.items()
+    ]  # fmt: skip
+
+
+def test_what_the_page_says_of_times():
+    """Graphs where both have them; the quickest FP8 norm; an epilogue over the quicker plain matmul."""
+    large, norms, blocks = "Wukong 22.2 GFLOP", "RMSNorm, 36032 x 512 x 2048", "6144 x 18432 x 8192"
+    both, forward, graph = dense_speed.BOTH, dense_speed.FORWARD, dense_speed.GRAPH
+    rows = times("speed", "r", large, both, {"bfloat16": 4.0, "rowwise": 2.0, "dispatch": 2.5})
+    rows += times("speed", "r", large, both + graph, {"bfloat16": 3.0, "dispatch": 2.0})
+    rows += times("speed", "r", large, forward, {"bfloat16": 3.0, dense_speed.STORED: 2.0})
+    rows += times(fused_speed.NORM, "n", norms, "time", {"bfloat16": 30.0, "a": 25.0, "b": 20.0})
+    plain, own = fused_speed.ALONE
+    epilogues = {plain: 20.0, own: 10.0, "block norm in the epilogue": 11.0}
+    rows += times(fused_speed.EPILOGUE, "n", blocks, "time", epilogues)
+    runs = {one.about: one.targets for one in speed_page.targets_by_run(rows)}
+    assert [one.value for one in runs["steps of exact shapes"]] == [1.5, 0.8, 1.5]
+    assert [one.reached for one in runs["steps of exact shapes"]] == [True, False, True]
+    assert [(one.value, one.limit) for one in runs["norm and matmul"]] == [(1.5, 1.4)]
+    assert [(one.value, one.limit) for one in runs["block norm in the epilogue"]] == [(1.1, 1.03)]
+    assert f"{norms} 1.50x (b)" in " ".join(speed_page.findings(rows))
+    assert len(speed_page.sections(rows)) == 3
+    assert speed_page.mod_table(speed_page.Results([])).lines == []
 
 
 def test_trainings_in_processes(tmp_path):

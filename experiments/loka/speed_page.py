@@ -1,0 +1,261 @@
+"""What the page of `loka` says of times on a GPU: norm before a matmul, block norm behind one, steps of exact shapes, mods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.loka.dense_speed import BOTH, FORWARD, GRAPH, MEMORY, METHODS, MOD_SPEED, MODS, SPEED, STORED
+from experiments.loka.fused_speed import ALONE, EPILOGUE, NORM, PLAIN, TIME
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import dots
+from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import RunTargets, Target, limit_of
+
+EXPERIMENT = "loka"
+BASE, OURS = "bfloat16", "dispatch"
+#: Methods of training that are the same in every layer.
+UNIFORM = tuple(one for one in METHODS if one not in (OURS, STORED))
+SPEED_TEXT = (
+    "The dense part at exact shapes behind random embeddings, compiled; times of one GPU, methods in turn. Training casts "
+    f"weights in each step; `{STORED}` is inference with weights that are stored so. Steps of DLRMv2 are replayed from CUDA "
+    "graphs; launched one by one, they can wait for the host. LoKA publishes 1.19x of training and 1.4x of inference on "
+    "clusters, for models with its mods already.",
+)
+NORM_TEXT = (
+    "36032 tokens through a norm and the linear layer behind it, inputs x outputs of HSTU's layers. In bfloat16 both are "
+    "compiled; in FP8 the norm writes codes with a scale a token, and the weight is stored so. CUDA graphs, methods in turn.",
+)
+EPILOGUE_TEXT = (
+    "An FP8 matmul, rows x inputs x outputs, with block norm over 256 columns and hard swish in its epilogue, which writes "
+    "bfloat16 or codes with scales of 128 columns; and the same as a kernel behind the matmul that torch.compile makes.",
+)
+
+
+def ratio(
+    results: Results, setting: str, base: str, method: str, metric: str, graph: bool = True
+) -> float | None:
+    """How many times quicker than a base; as CUDA graphs where both were captured."""
+    pairs = [
+        (results.value(setting, base, one), results.value(setting, method, one))
+        for one in ([metric + GRAPH, metric] if graph else [metric])
+    ]
+    return next((first / mine for first, mine in pairs if first and mine), None)
+
+
+def lines(results: Results) -> list[tuple[str, str]]:
+    """Settings with their methods."""
+    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
+
+
+def quickest_norm(results: Results, setting: str) -> tuple[str, float] | None:
+    """The FP8 method that gains most over bfloat16, and how much."""
+    found = {
+        method: gain
+        for one, method in lines(results)
+        if one == setting and method != BASE and (gain := ratio(results, setting, BASE, method, TIME))
+    }
+    name = max(found, key=lambda one: found[one], default=None)
+    return None if name is None else (name, found[name])
+
+
+def slower(results: Results, setting: str) -> float | None:
+    """Time of the quicker epilogue over that of the quicker plain matmul."""
+    plain = [value for one in ALONE if (value := results.value(setting, one, TIME))]
+    fused = [
+        value
+        for one, method in lines(results)
+        if one == setting and method.endswith("in the epilogue")
+        if (value := results.value(setting, method, TIME))
+    ]
+    return min(fused) / min(plain) if plain and fused else None
+
+
+def over_uniform(results: Results, setting: str) -> float | None:
+    """The quickest uniform method's time over that of the choice by layers."""
+    found = [gain for one in UNIFORM if (gain := ratio(results, setting, one, OURS, BOTH))]
+    return min(found, default=None)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Sentences of the best run of each part."""
+    made = ((SPEED, _steps_found), (NORM, _norms_found), (EPILOGUE, _epilogues_found))
+    words = []
+    for kind, tell in made:
+        best = best_run(by_run(rows, kind))
+        words += [] if best is None else tell(best[1])
+    return words
+
+
+def _steps_found(results: Results) -> list[str]:
+    words = []
+    for title, method, metric in (
+        ("Forward and backward by dispatch", OURS, BOTH),
+        ("Inference with FP8 weights", STORED, FORWARD),
+    ):
+        parts = [
+            f"{setting} {number(gain, 2)}x"
+            for setting in results.settings
+            if (gain := ratio(results, setting, BASE, method, metric))
+        ]
+        words += [f"{title} over bfloat16: {', '.join(parts)}."] if parts else []
+    return words
+
+
+def _norms_found(results: Results) -> list[str]:
+    parts = [
+        f"{setting} {number(best[1], 2)}x ({best[0]})"
+        for setting in results.settings
+        if (best := quickest_norm(results, setting))
+    ]
+    return [f"A norm and the matmul behind it in FP8 over bfloat16: {', '.join(parts)}."] if parts else []
+
+
+def _epilogues_found(results: Results) -> list[str]:
+    parts = [
+        f"{setting} {number(one, 3)}" for setting in results.settings if (one := slower(results, setting))
+    ]
+    return (
+        [f"Block norm in the epilogue, over the time of the plain matmul: {', '.join(parts)}."]
+        if parts
+        else []
+    )
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Steps, mods, norms, epilogues; run by run."""
+    made = (
+        (SPEED, "Steps of exact shapes", SPEED_TEXT, speed_table),
+        (MOD_SPEED, "Steps with mods", (), mod_table),
+        (NORM, "Norm, FP8 and matmul", NORM_TEXT, norm_table),
+        (EPILOGUE, "Block norm in the epilogue", EPILOGUE_TEXT, epilogue_table),
+    )
+    return [
+        Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
+        for kind, title, text, table in made
+        for where, results in by_run(rows, kind).items()
+    ]
+
+
+def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
+    """Steps over bfloat16."""
+    if kind != SPEED:
+        return []
+    timed = [line for line in lines(results) if line[1] != BASE]
+    series = {
+        one: [ratio(results, setting, BASE, method, one) for setting, method in timed]
+        for one in (BOTH, FORWARD)
+    }
+    names = [f"{setting}, {method}" for setting, method in timed]
+    figure = dots(names, series, "times as fast as bfloat16", base=1.0)
+    words = "Steps of the dense part over compiled bfloat16."
+    return [Drawing(f"loka-speed-{where.scale}{where.device_ending}", words, figure)]
+
+
+def speed_table(results: Results) -> Table:
+    """A line for every model and method."""
+    body = []
+    for setting, method in lines(results):
+        cells = [
+            number(results.value(setting, method, one), 2)
+            for one in (BOTH + GRAPH, BOTH, FORWARD + GRAPH, FORWARD)
+        ]
+        gains = [number(ratio(results, setting, BASE, method, one), 2) + "x" for one in (BOTH, FORWARD)]
+        memory = number(results.value(setting, method, MEMORY), 1)
+        body.append([method, setting, *cells[:2], gains[0], *cells[2:], gains[1], memory])
+    columns = [
+        "method", "model", "step, graph (ms)", "step (ms)", "over bfloat16", "forward, graph (ms)", "forward (ms)",
+        "over bfloat16", "memory (GB)",
+    ]  # fmt: skip
+    return Table("Dense part, compiled", columns, body, results.rows)
+
+
+def mod_table(results: Results) -> Table:
+    """A line for every batch: the step without mods, and how many times quicker it is with them."""
+    names = list(MODS)
+    body = []
+    for setting in results.settings:
+        base = results.value(setting, names[0], BOTH + GRAPH) or results.value(setting, names[0], BOTH)
+        gains = [number(ratio(results, setting, names[0], name, BOTH), 2) + "x" for name in names[1:]]
+        body.append([setting, number(base, 3), *gains])
+    title = "DLRMv2-DCN with norms and SiLU: forward and backward, over the step without mods"
+    return Table(title, ["batch", "step (ms)", *names[1:]], body, results.rows)
+
+
+def norm_table(results: Results) -> Table:
+    """A line for every shape and method."""
+    body = [
+        [
+            method,
+            setting,
+            number(results.value(setting, method, TIME), 1),
+            number(ratio(results, setting, BASE, method, TIME), 2) + "x",
+        ]
+        for setting, method in lines(results)
+    ]
+    return Table("Norm and matmul", ["method", "shape", "time (us)", "over bfloat16"], body, results.rows)
+
+
+def epilogue_table(results: Results) -> Table:
+    """A line for every shape and method, over torch's plain matmul."""
+    body = []
+    for setting, method in lines(results):
+        mine, plain = (results.value(setting, one, TIME) for one in (method, PLAIN))
+        over = number(mine / plain if mine and plain else None, 3)
+        body.append([method, setting, number(mine, 1), over])
+    columns = ["method", "shape", "time (us)", "over torch's matmul alone"]
+    return Table("Matmul and block norm", columns, body, results.rows)
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of each part."""
+    parts = (
+        (SPEED, "steps of exact shapes", _step_targets),
+        (NORM, "norm and matmul", _norm_targets),
+        (EPILOGUE, "block norm in the epilogue", _epilogue_targets),
+    )
+    return [
+        RunTargets(where, targets, name)
+        for kind, name, find in parts
+        for where, results in by_run(rows, kind).items()
+        if (targets := find(results))
+    ]
+
+
+def _step_targets(results: Results) -> list[Target]:
+    found = []
+    for setting in results.settings:
+        gains = (
+            ("dispatch over bfloat16", ratio(results, setting, BASE, OURS, BOTH)),
+            ("dispatch over the quickest uniform method", over_uniform(results, setting)),
+        )
+        found += [
+            limit_of(EXPERIMENT, setting, name).target(f"{setting}: {name}", one) for name, one in gains
+        ]
+        if "22" in setting:
+            name = "inference over bfloat16"
+            gain = ratio(results, setting, BASE, STORED, FORWARD)
+            found.append(limit_of(EXPERIMENT, setting, name).target(f"{setting}: {name}", gain))
+    return found
+
+
+def _norm_targets(results: Results) -> list[Target]:
+    found = []
+    for setting in results.settings:
+        best = quickest_norm(results, setting)
+        limit = limit_of(EXPERIMENT, setting, "fp8 over bfloat16")
+        found.append(limit.target(setting, best and best[1]))
+    return found
+
+
+def _epilogue_targets(results: Results) -> list[Target]:
+    limit = limit_of(EXPERIMENT, "block norm in the epilogue", "time over the plain matmul")
+    return [limit.target(setting, slower(results, setting)) for setting in results.settings[:1]]
+
+
+__all__ = ["findings", "headlines", "sections", "targets_by_run"]
