@@ -11,7 +11,8 @@ layer: they are alike, so one program serves them. Steps of milliseconds are tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -100,8 +101,8 @@ def wukong(name: str, batch: int) -> Workload:
 #: What is timed; "norms" is DLRMv2 with LayerNorm and SiLU in its feed-forward networks, which mods change.
 WORKLOADS: dict[str, Workload] = {
     "DLRMv2-DCN": dcn(DLRMV2, 8192),
-    "Wukong 5.6 GFLOP": wukong("Wukong 5.6 GFLOP", 6144),
     "Wukong 22.2 GFLOP": wukong("Wukong 22.2 GFLOP", 6144),
+    "Wukong 5.6 GFLOP": wukong("Wukong 5.6 GFLOP", 6144),
 }
 NORMS = replace(DLRMV2, name="DLRMv2-DCN, norms and SiLU", norm=True)
 
@@ -211,13 +212,20 @@ def measure(
     inputs[-1].requires_grad_()
     steps = Steps(workload, device, compiled, watch_of(device), inputs)
     results: dict[str, Values] = {}
-    with torch._dynamo.config.patch(recompile_limit=PROGRAMS, accumulated_recompile_limit=4 * PROGRAMS):
+    with many_programs():
         for method in methods:
             results[method] = in_time(deadline, partial(steps.make, method))
         add_times(results, steps.watch, steps.calls, PLANS[device])
         if workload.graph and device == "cuda":
             add_times(results, steps.watch, steps.captured(results, deadline), PLANS[device])
     return results
+
+
+@contextmanager
+def many_programs() -> Iterator[None]:
+    """Up to PROGRAMS of each function, inside."""
+    with torch._dynamo.config.patch(recompile_limit=PROGRAMS, accumulated_recompile_limit=4 * PROGRAMS):
+        yield
 
 
 def add_times(
@@ -236,4 +244,4 @@ def add_times(
 
 
 __all__ = ["BOTH", "FORWARD", "GRAPH", "MEMORY", "METHODS", "MODS", "MOD_SPEED", "NORMS", "SPEED", "STORED", "WORKLOADS",
-           "Workload", "dcn", "measure"]  # fmt: skip
+           "Workload", "dcn", "many_programs", "measure"]  # fmt: skip

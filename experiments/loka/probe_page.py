@@ -21,7 +21,7 @@ from experiments.loka.prediction import (
     WITHIN,
     WORST,
 )
-from experiments.loka.sampling_cost import CADENCES, COST, SAMPLED, STEP
+from experiments.loka.sampling_cost import CADENCES, COST, GATHERED, KEPT, SAMPLED, STEP
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
@@ -45,7 +45,7 @@ OUTPUT_TEXT = (
 )
 COST_TEXT = (
     "A step that is sampled keeps tokens and gradients of each layer and runs eagerly; the others are as without one. "
-    "LoKA samples every 100 steps (published: at most 1% of the time).",
+    "LoKA samples every 100 steps (published: at most 1% of the time). Ranks are processes of one CPU.",
 )
 FAULT_TEXT = (
     "Defective kernels of `reference.probe.faults` and what tells them from correct ones: standard errors of the strongest "
@@ -270,11 +270,15 @@ def alarm_table(results: Results) -> Table:
 def cost_table(results: Results) -> Table:
     """A line for every model."""
     metrics = {STEP: 1, SAMPLED: 2, **{f"a sample every {every} steps": 3 for every in CADENCES}}
+    more = {KEPT: 1, GATHERED: 1}
+    metrics |= {one: digits for one, digits in more.items() if one in results.metrics}
     body = [
         [setting, *(number(results.value(setting, method, one), digits) for one, digits in metrics.items())]
         for setting, method in lines(results)
     ]
+    names = {KEPT: "kept of a site (MB)", GATHERED: "joining samples (s)"}
     columns = ["model", "step (ms)", "sampled step (x)", *(f"every {every} (%)" for every in CADENCES)]
+    columns += [name for one, name in names.items() if one in metrics]
     return Table("What sampling adds to a step of training", columns, body, results.rows)
 
 

@@ -8,7 +8,7 @@ Parts are modules of this folder, each with its lines: what is measured at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.loka import every_scheme, faulty_kernels, prediction, sampling_cost, trajectory, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
-from experiments.loka.workloads import IN_TURN, Line, Turns
+from experiments.loka.workloads import IN_TURN, RANDOM, Line, Turns
 from experiments.runs.run import Settings
 
 EXPERIMENT = "loka"
@@ -38,19 +38,36 @@ SOME_FAULTS = (
 
 
 def probe_lines(settings: Settings) -> Iterator[Line]:
-    """Parts "sites", "outputs" and "cost"."""
+    """Part "probe": tables "sites" and "outputs"."""
     quick = settings.scale == "quick"
     place = settings.scale, settings.seed, settings.device
-    for name in QUICK["models"] if quick else MODELS:
+    for name in models_of(settings):
         for candidate in QUICK["candidates"] if quick else CANDIDATES:
             for kind, find in (
                 (prediction.SITES, prediction.site_values),
                 (prediction.OUTPUTS, prediction.output_values),
             ):
                 yield Line(kind, DATA, name, candidate, partial(find, name, candidate, *place))
-        yield Line(
-            sampling_cost.COST, DATA, name, "rowwise", partial(sampling_cost.cost_values, name, *place)
-        )
+
+
+def models_of(settings: Settings) -> Iterable[str]:
+    """Those of a scale."""
+    return QUICK["models"] if settings.scale == "quick" else MODELS
+
+
+def cost_lines(settings: Settings) -> Iterator[Line]:
+    """Part "cost": exact shapes on a GPU, small networks, and ranks at scale full on a CPU."""
+    kind, method = sampling_cost.COST, "rowwise"
+    for name in sampling_cost.EXACT if settings.device == "cuda" else ():
+        work = partial(sampling_cost.exact_values, name, settings.device)
+        yield Line(kind, RANDOM, f"{name}, compiled", method, work)
+    place = settings.scale, settings.seed, settings.device
+    for name in models_of(settings):
+        yield Line(kind, DATA, name, method, partial(sampling_cost.cost_values, name, *place))
+    if (settings.scale, settings.device) == ("full", "cpu"):
+        for wrapped in sampling_cost.WRAPPED:
+            work = partial(sampling_cost.rank_values, wrapped)
+            yield Line(kind, RANDOM, f"DCN, {wrapped} on two ranks", method, work)
 
 
 def kernel_lines(settings: Settings) -> Iterator[Line]:
@@ -75,6 +92,7 @@ def scheme_lines(settings: Settings) -> Iterator[Line]:
 #: The parts by name, and what has their lines.
 PARTS: dict[str, Callable[[Settings], Iterator[Line] | Iterator[Turns]]] = {
     "probe": probe_lines,
+    "cost": cost_lines,
     "kernels": kernel_lines,
     "schemes": scheme_lines,
     "trajectory": workloads.trajectory_lines,

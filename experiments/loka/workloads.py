@@ -102,4 +102,4 @@ def _dense(
     return Turns(kind, RANDOM, name, methods, partial(dense_speed.measure, workload, methods, device))
 
 
-__all__ = ["IN_TURN", "Line", "Turns", "policy_lines", "speed_lines", "trajectory_lines"]
+__all__ = ["IN_TURN", "RANDOM", "Line", "Turns", "policy_lines", "speed_lines", "trajectory_lines"]

@@ -13,6 +13,7 @@ from experiments.loka import (
     prediction,
     probe_page,
     run,
+    sampling_cost,
     schemes_page,
     subjects,
 )
@@ -43,7 +44,10 @@ def small(monkeypatch):
 
 def test_a_run(small, tmp_path):
     """All lines are measured, and once; predictions are near what is measured."""
-    settings, journal = replace(settings_for("quick", "cpu", tmp_path), only=("probe", "kernels")), Journal()
+    settings, journal = (
+        replace(settings_for("quick", "cpu", tmp_path), only=("probe", "cost", "kernels")),
+        Journal(),
+    )
     rows = run.run(settings, journal)
     assert {row.metric for row in rows if row.metric.startswith("status")} == {"status: ok"}
     assert {row.table.split("/")[0] for row in rows} == {
@@ -63,6 +67,17 @@ def test_a_run(small, tmp_path):
     assert len(probe_page.sections(rows)) == 5
     with pytest.raises(ValueError, match="unknown part 'probes' of loka"):
         run.run(replace(settings, only=("probes",)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrapped", sampling_cost.WRAPPED)
+def test_cost_on_two_ranks(wrapped):
+    """Both ranks keep and join samples."""
+    values = sampling_cost.rank_values(wrapped, batch=64)
+    assert values[sampling_cost.STEP][0] > 0
+    assert values[sampling_cost.GATHERED][0] > 0
+    # Inputs and gradients of 7 x 64 rows: 1024 columns in, 1024 out.
+    assert values[sampling_cost.KEPT][0] == pytest.approx(7 * 64 * 2048 * 4 / 1e6)
 
 
 def row(table, setting, method, metric, value):
