@@ -45,10 +45,11 @@ KIND, TRACE = "ladder", "trace"
 ONE, LARGEST = "batch 1", "largest batch"
 #: The largest batch of a stand-in.
 FEW = 2
-#: What `--only` names beside models and settings: rungs of the ladder, levers alone and left out, traces, acceptance.
-RUNGS, LEVERS = "rungs", "levers"
+#: What `--only` names beside models and settings: rungs of the ladder, of these the first and the last one that a model has
+#: (without self-speculation: what the mean is of), levers alone and left out, traces, acceptance.
+RUNGS, ENDS, LEVERS = "rungs", "ends", "levers"
 GROUPS = (RUNGS, LEVERS, TRACE, acceptance.KIND)
-PARTS = (*(one.name for one in MODELS), ONE, LARGEST, *GROUPS)
+PARTS = (*(one.name for one in MODELS), ONE, LARGEST, ENDS, *GROUPS)
 IDLE, BUSY, BATCH, CHANGE, ROUND = "idle share", "busy", "batch", "logits, change", "round"
 #: Runs that are timed: on a GPU, of a stand-in.
 RUNS = {"cuda": 10, "cpu": 2}
@@ -107,7 +108,7 @@ class Chosen:
         """What `--only` names, of each sort all where it names none; of stand-ins those whose names begin as a model's do. The
         acceptance of trained models is no part of a model."""
         only, real = settings.only, published_shapes(settings)
-        names = [one for one in only if one not in (ONE, LARGEST, *GROUPS)]
+        names = [one for one in only if one not in (ONE, LARGEST, ENDS, *GROUPS)]
         families = {one.partition("-")[0] for one in names}
         subjects = tuple(
             one
@@ -115,7 +116,7 @@ class Chosen:
             if not names or (one.name in names if real else one.name.partition("-")[0] in families)
         )
         default = GROUPS[:-1] if names else GROUPS
-        groups = tuple(one for one in GROUPS if one in only) or default
+        groups = tuple(one for one in (ENDS, *GROUPS) if one in only) or default
         return cls(
             subjects, tuple(one for one in (ONE, LARGEST) if one in only) or (ONE, LARGEST), groups, real
         )
@@ -127,6 +128,8 @@ class Chosen:
             rungs, every = ladder(one.weights), configurations(one.weights)
             if RUNGS in self.groups:
                 found += self.cases(one, [x for x in every if x in rungs], one.batches)
+            elif ENDS in self.groups:
+                found += self.cases(one, ends(one), one.batches)
             if LEVERS in self.groups:
                 others = [x for x in every if x not in rungs and (self.real or not x.compiled)]
                 found += self.cases(one, others, one.batches if self.real else one.batches[:1])
@@ -144,6 +147,12 @@ class Chosen:
         """Batch by batch."""
         found = [Case(one, chosen, batch) for batch in batches for chosen in levers]
         return [case for case in found if case.setting in self.settings]
+
+
+def ends(one: Subject) -> list[Levers]:
+    """The first and the last rung that a model has, without self-speculation."""
+    rungs = [x for x in ladder(one.weights) if not x.speculation and one.refusal(x, 1, "cuda") is None]
+    return [rungs[0], rungs[-1]]
 
 
 @dataclass

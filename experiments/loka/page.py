@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.loka import probe_page, schemes_page, speed_page, workloads_page
+from experiments.loka import probe_page, published_page, schemes_page, speed_page, workloads_page
 from experiments.report.content import Headline, Section
 from experiments.report.targets import RunTargets
 
@@ -23,7 +23,7 @@ ABOUT = (
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("loka-faults-full", "loka-faults-full-cpu", "loka-faults-quick")
 #: What each part says.
-PAGES = (probe_page, schemes_page, workloads_page, speed_page)
+PAGES = (probe_page, schemes_page, workloads_page, speed_page, published_page)
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -34,6 +34,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def main_finding(rows: Sequence[Row]) -> str:
     """One line of the first page."""
     return next(iter(findings(rows)), "").rstrip(".")
+
+
+comparisons = published_page.comparisons
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

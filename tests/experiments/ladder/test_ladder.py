@@ -214,6 +214,19 @@ def test_what_does_not_apply_says_why():
     assert "bound by arithmetic" in HSTU.refusal(Levers(weights="int4"), 1, "cuda")
 
 
+def test_the_ends_are_the_first_rung_and_the_last_that_a_model_has(tmp_path):
+    """What the mean over models is of; and all rungs hold them."""
+    last = {one.name: run.ends(one)[1].name for one in MODELS}
+    assert last["llama-3.1-8b"] == FULL.name
+    assert last["hstu-dlrmv3"] == replace(GRAPHS, weights="fp8").name
+    for one in MODELS:
+        found = {levers.name: 2.0 for levers in run.ends(one)}
+        assert summary.speedup(one, found) == 1
+        assert set(run.ends(one)) < set(ladder(one.weights))
+    full = replace(settings_for("full", "cpu", tmp_path), only=(run.ENDS, run.ONE, "llama-3.1-8b"))
+    assert run.Chosen.of(full).groups == (run.ENDS,)
+
+
 @pytest.mark.parametrize(
     "subject", [one for one in MODELS if isinstance(one, Decoder)], ids=lambda one: one.name
 )

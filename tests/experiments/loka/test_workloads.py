@@ -175,6 +175,14 @@ def test_what_the_page_says_of_times():
     assert [(one.value, one.limit) for one in runs["block norm in the epilogue"]] == [(1.1, 1.03)]
     assert f"{norms} 1.50x (b)" in " ".join(speed_page.findings(rows))
     assert len(speed_page.sections(rows)) == 3
+    compared = {
+        one.method: one.measured for one in page.comparisons(rows) if one.metric == "speedup of compute"
+    }
+    assert compared["LoKA Dispatch"] == 1.5
+    assert compared["TorchAO RW"] == 2
+    assert compared["DeepGEMM BW"] is None
+    assert all(bool(one.measured or one.command) != bool(one.reason) for one in page.comparisons(rows))
+    assert "2 of 24 values" in page.findings(rows)[-1]
     assert speed_page.mod_table(speed_page.Results([])).lines == []
 
 

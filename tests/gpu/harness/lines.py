@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gc
 import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -37,10 +39,30 @@ def differs() -> bool:
     return wrong or any(row.get(name) is False for row in ROWS for name in ("ok", "codes", "repeatable"))
 
 
+def run_parts(
+    parts: Mapping[str, Callable[[], object]],
+    names: Iterable[str],
+    file: str,
+    folder: str | Path | None = None,
+) -> int:
+    """Run the named parts and write all rows after each; one that fails is a row, and the others go on. 1 where one failed or
+    something differs."""
+    for name in names:
+        try:
+            parts[name]()
+        except Exception as error:  # noqa: BLE001  the other parts go on
+            say(name, f"FAILED: {type(error).__name__}: {str(error)[:200]}", float("nan"), "", ok=False)
+        finally:
+            write_rows(file, folder)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return int(differs())
+
+
 def on_gpu(q: Quantized) -> Quantized:
     """The same operand on the GPU."""
     parts = {one.name: getattr(q, one.name) for one in fields(q)}
     return replace(q, **{name: part.cuda() for name, part in parts.items() if isinstance(part, torch.Tensor)})
 
 
-__all__ = ["ROWS", "differs", "on_gpu", "say", "write_rows"]
+__all__ = ["ROWS", "differs", "on_gpu", "run_parts", "say", "write_rows"]

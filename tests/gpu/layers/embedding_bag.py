@@ -36,7 +36,7 @@ from experiments.models.click_models import Tables
 from experiments.models.dlrm import DLRM, DLRMV2, HOTS, SIZES
 from fast.kernels.layers import embedding_bag as host
 from reference import SCHEMES, Quantized
-from tests.gpu.harness.lines import differs, on_gpu, say, write_rows
+from tests.gpu.harness.lines import on_gpu, run_parts, say
 from tests.gpu.harness.timing import captured, elapsed
 from tests.support.embedding import CASES, bags_of, table_of
 
@@ -232,21 +232,14 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=sum(SIZES))
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
-    try:
-        if "bits" in options.part:
-            bits()
-        if "outside" in options.part:
-            outside()
-        if "times" in options.part:
-            times(options.schemes, options.batch, options.rows)
-        if "sweep" in options.part:
-            sweep(options.batch, options.rows)
-        torch.cuda.empty_cache()
-        if "model" in options.part:
-            model_time(options.batch, options.rows)
-    finally:
-        write_rows("embedding_bag.csv", options.out)
-    return int(differs())
+    parts: dict[str, Callable[[], None]] = {
+        "bits": bits,
+        "outside": outside,
+        "times": lambda: times(options.schemes, options.batch, options.rows),
+        "sweep": lambda: sweep(options.batch, options.rows),
+        "model": lambda: model_time(options.batch, options.rows),
+    }
+    return run_parts(parts, options.part, "embedding_bag.csv", options.out)
 
 
 if __name__ == "__main__":

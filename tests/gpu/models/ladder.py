@@ -32,7 +32,7 @@ from experiments.models.hstu import (
     padded_attention,
     random_batch,
 )
-from tests.gpu.harness.lines import differs, say, write_rows
+from tests.gpu.harness.lines import run_parts, say
 from tests.gpu.harness.timing import captured, elapsed
 
 REPEATS = 20
@@ -153,14 +153,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    for name in arguments.part:
-        try:
-            PARTS[name]()
-        except Exception as error:  # noqa: BLE001  the other parts go on
-            say(name, f"FAILED: {type(error).__name__}: {str(error)[:200]}", float("nan"), "", ok=False)
-        finally:
-            write_rows("ladder_checks.csv", arguments.out)
-    return int(differs())
+    return run_parts(PARTS, arguments.part, "ladder_checks.csv", arguments.out)
 
 
 if __name__ == "__main__":
