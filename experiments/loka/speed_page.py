@@ -1,4 +1,4 @@
-"""What the page of `loka` says of times on a GPU: norm before a matmul, block norm behind one, steps of exact shapes, mods."""
+"""What the page of `loka` says of times on a GPU: steps of exact shapes, tables, norm and block norm beside a matmul, mods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from experiments.harness.rows import Row
 from experiments.loka.dense_speed import BOTH, FORWARD, GRAPH, MEMORY, METHODS, MOD_SPEED, MODS, SPEED, STORED
 from experiments.loka.fused_speed import ALONE, EPILOGUE, NORM, PLAIN, TIME
+from experiments.loka.table_speed import BYTES, DENSE, TABLES, UNIFORM
+from experiments.loka.table_speed import MEMORY as HELD
+from experiments.loka.table_speed import STORED as TABLE_SCHEMES
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
@@ -15,7 +18,7 @@ from experiments.report.targets import RunTargets, Target, limit_of
 EXPERIMENT = "loka"
 BASE, OURS = "bfloat16", "dispatch"
 #: Methods of training that are the same in every layer.
-UNIFORM = tuple(one for one in METHODS if one not in (OURS, STORED))
+EVERYWHERE = tuple(one for one in METHODS if one not in (OURS, STORED))
 SPEED_TEXT = (
     "The dense part at exact shapes behind random embeddings, compiled; times of one GPU, methods in turn. Training casts "
     f"weights in each step; `{STORED}` is inference with weights that are stored so. Steps of DLRMv2 are replayed from CUDA "
@@ -29,6 +32,11 @@ NORM_TEXT = (
 EPILOGUE_TEXT = (
     "An FP8 matmul, rows x inputs x outputs, with block norm over 256 columns and hard swish in its epilogue, which writes "
     "bfloat16 or codes with scales of 128 columns; and the same as a kernel behind the matmul that torch.compile makes.",
+)
+
+TABLE_TEXT = (
+    "Bags of DLRMv2's tables, all 204 million rows on one GPU, batch 8192; the rate of the bytes that have to move is over "
+    "that of a copy. Ids that are drawn by Zipf repeat, and some of their rows are found in the cache.",
 )
 
 
@@ -73,13 +81,18 @@ def slower(results: Results, setting: str) -> float | None:
 
 def over_uniform(results: Results, setting: str) -> float | None:
     """The quickest uniform method's time over that of the choice by layers."""
-    found = [gain for one in UNIFORM if (gain := ratio(results, setting, one, OURS, BOTH))]
+    found = [gain for one in EVERYWHERE if (gain := ratio(results, setting, one, OURS, BOTH))]
     return min(found, default=None)
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
-    made = ((SPEED, _steps_found), (NORM, _norms_found), (EPILOGUE, _epilogues_found))
+    made = (
+        (SPEED, _steps_found),
+        (TABLES, _tables_found),
+        (NORM, _norms_found),
+        (EPILOGUE, _epilogues_found),
+    )
     words = []
     for kind, tell in made:
         best = best_run(by_run(rows, kind))
@@ -100,6 +113,20 @@ def _steps_found(results: Results) -> list[str]:
         ]
         words += [f"{title} over bfloat16: {', '.join(parts)}."] if parts else []
     return words
+
+
+def _tables_found(results: Results) -> list[str]:
+    parts = [
+        f"{name} {number(gain, 2)}x, {number(share, 2)} of a copy's rate"
+        for name in TABLE_SCHEMES
+        if (gain := ratio(results, UNIFORM, DENSE, name, TIME, graph=False))
+        and (share := results.value(UNIFORM, name, BYTES))
+    ]
+    return (
+        [f"Bags of 204 million rows on one GPU over torch's of bfloat16: {'; '.join(parts)}."]
+        if parts
+        else []
+    )
 
 
 def _norms_found(results: Results) -> list[str]:
@@ -127,6 +154,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     made = (
         (SPEED, "Steps of exact shapes", SPEED_TEXT, speed_table),
         (MOD_SPEED, "Steps with mods", (), mod_table),
+        (TABLES, "Embedding tables", TABLE_TEXT, table_table),
         (NORM, "Norm, FP8 and matmul", NORM_TEXT, norm_table),
         (EPILOGUE, "Block norm in the epilogue", EPILOGUE_TEXT, epilogue_table),
     )
@@ -207,6 +235,23 @@ def epilogue_table(results: Results) -> Table:
     return Table("Matmul and block norm", columns, body, results.rows)
 
 
+def table_table(results: Results) -> Table:
+    """A line for every kind of ids and method."""
+    body = [
+        [
+            method,
+            setting,
+            number(results.value(setting, method, TIME), 1),
+            number(ratio(results, setting, DENSE, method, TIME, graph=False), 2) + "x",
+            number(results.value(setting, method, BYTES), 2),
+            number(results.value(setting, method, HELD), 1),
+        ]
+        for setting, method in lines(results)
+    ]
+    columns = ["method", "ids", "time (us)", "over torch's bags", "bytes over a copy's", "table (GB)"]
+    return Table("Bags of a batch of 8192", columns, body, results.rows)
+
+
 def headlines(rows: Sequence[Row]) -> list[Headline]:
     """None: the first page has ten."""
     return []
@@ -216,6 +261,7 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
     """Of each part."""
     parts = (
         (SPEED, "steps of exact shapes", _step_targets),
+        (TABLES, "embedding tables", _table_targets),
         (NORM, "norm and matmul", _norm_targets),
         (EPILOGUE, "block norm in the epilogue", _epilogue_targets),
     )
@@ -242,6 +288,12 @@ def _step_targets(results: Results) -> list[Target]:
             gain = ratio(results, setting, BASE, STORED, FORWARD)
             found.append(limit_of(EXPERIMENT, setting, name).target(f"{setting}: {name}", gain))
     return found
+
+
+def _table_targets(results: Results) -> list[Target]:
+    name = TABLE_SCHEMES[0]
+    limit = limit_of(EXPERIMENT, f"bags of {name}", BYTES)
+    return [limit.target(f"{name}, {UNIFORM}", results.value(UNIFORM, name, BYTES))]
 
 
 def _norm_targets(results: Results) -> list[Target]:

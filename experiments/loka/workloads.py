@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from experiments.harness.measuring import Deadline, Values
-from experiments.loka import dense_speed, fused_speed, policies, trajectory
+from experiments.loka import dense_speed, fused_speed, policies, table_speed, trajectory
 from experiments.runs.run import Settings
 
 
@@ -40,7 +40,9 @@ class Turns:
 RANDOM = "random-embeddings"
 OPERANDS = "normal"
 #: Kinds of tables whose methods are timed in turn.
-IN_TURN = (dense_speed.SPEED, dense_speed.MOD_SPEED, fused_speed.NORM, fused_speed.EPILOGUE)
+IN_TURN = (
+    dense_speed.SPEED, dense_speed.MOD_SPEED, fused_speed.NORM, fused_speed.EPILOGUE, table_speed.TABLES,
+)  # fmt: skip
 #: Batches of mods.
 BATCHES = (1024, 6144)
 
@@ -80,6 +82,9 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
     yield from (*norms[:2], epilogues[0])
     for name, workload in dense_speed.WORKLOADS.items():
         yield _dense(dense_speed.SPEED, name, workload, dense_speed.METHODS, settings.device)
+    for drawn in (table_speed.UNIFORM, table_speed.ZIPF):
+        work = partial(table_speed.measure, drawn, settings.device)
+        yield Turns(table_speed.TABLES, RANDOM, drawn, table_speed.METHODS, work)
     yield from (*norms[2:], *epilogues[1:])
     for batch in BATCHES:
         workload = dense_speed.dcn(dense_speed.NORMS, batch)

@@ -14,6 +14,7 @@ from experiments.loka import (
     policies,
     run,
     speed_page,
+    table_speed,
     trajectory,
     workloads,
     workloads_page,
@@ -126,6 +127,24 @@ def test_fused_methods_compute_what_float32_does(monkeypatch):
         assert fused_speed.ERROR in found[first] or first in fused_speed.ALONE
 
 
+def test_bags_of_tables_in_turn(monkeypatch):
+    """Stored tables, torch's, and the whole model; sums that are wrong have no time."""
+    monkeypatch.setattr(table_speed, "BATCHES", 1)
+    monkeypatch.setattr(table_speed, "COMPARED", 20)
+    small = table_speed.ZIPF, "cpu", Deadline(None), 1, 50_000, False
+    found = table_speed.measure(*small)
+    assert all(values[table_speed.TIME][0] > 0 for values in found.values())
+    assert [name for name, values in found.items() if table_speed.BYTES in values] == [*table_speed.STORED]
+    monkeypatch.setattr(table_speed, "METHODS", table_speed.STORED[:1])
+    right = table_speed.fast.embedding_bag
+    monkeypatch.setattr(table_speed.fast, "embedding_bag", lambda *a, **more: 1.01 * right(*a, **more))
+    (wrong,) = table_speed.measure(*small).values()
+    assert [one.startswith("status: wrong: the error of sums is 0.01") for one in wrong] == [True]
+    ids = table_speed.bags_of(table_speed.UNIFORM, 12, 50_000, "cpu").batches[0][0]
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < sum(table_speed.sizes_of(50_000))
+
+
 def test_a_case_is_resumed_whole(tmp_path, monkeypatch):
     """What was timed in turn is measured again where a method is missing, and what failed is told."""
     answers = [{"a": {"time": (2.0, "us"), "status: ok": (1.0, "")}, "b": {"status: wrong: x": (0.0, "")}}]
@@ -166,6 +185,9 @@ def test_what_the_page_says_of_times():
     rows += times("speed", "r", large, forward, {"bfloat16": 3.0, dense_speed.STORED: 2.0})
     rows += times(fused_speed.NORM, "n", norms, "time", {"bfloat16": 30.0, "a": 25.0, "b": 20.0})
     plain, own = fused_speed.ALONE
+    bags = {table_speed.DENSE: 100.0, "int8_rowwise": 50.0}
+    rows += times(table_speed.TABLES, "r", table_speed.UNIFORM, "time", bags)
+    rows += times(table_speed.TABLES, "r", table_speed.UNIFORM, table_speed.BYTES, {"int8_rowwise": 0.8})
     epilogues = {plain: 20.0, own: 10.0, "block norm in the epilogue": 11.0}
     rows += times(fused_speed.EPILOGUE, "n", blocks, "time", epilogues)
     runs = {one.about: one.targets for one in speed_page.targets_by_run(rows)}
@@ -174,7 +196,9 @@ def test_what_the_page_says_of_times():
     assert [(one.value, one.limit) for one in runs["norm and matmul"]] == [(1.5, 1.4)]
     assert [(one.value, one.limit) for one in runs["block norm in the epilogue"]] == [(1.1, 1.03)]
     assert f"{norms} 1.50x (b)" in " ".join(speed_page.findings(rows))
-    assert len(speed_page.sections(rows)) == 3
+    assert [(one.value, one.limit) for one in runs["embedding tables"]] == [(0.8, 0.85)]
+    assert "int8_rowwise 2.00x, 0.80 of a copy's rate" in " ".join(speed_page.findings(rows))
+    assert len(speed_page.sections(rows)) == 4
     compared = {
         one.method: one.measured for one in page.comparisons(rows) if one.metric == "speedup of compute"
     }
