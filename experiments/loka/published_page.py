@@ -78,16 +78,22 @@ def _measured(rows: Sequence[Row], method: str) -> tuple[str, float] | None:
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """How many have one of ours."""
+    """How many have one of ours; nothing without rows."""
     found = comparisons(rows)
-    return [
-        f"{measured_of(found)} of {len(found)} values that LoKA publishes (by reading notes) have one of ours beside them; why "
-        f"the others have none is said for each."
-    ]
+    return (
+        []
+        if not rows
+        else [
+            f"{measured_of(found)} of {len(found)} values that LoKA publishes (by reading notes) have one of ours beside them; why "
+            f"the others have none is said for each."
+        ]
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One, of all values."""
+    """One, of all values; none without rows."""
+    if not rows:
+        return []
     found = comparisons(rows)
     body = [
         [one.model, one.method, one.metric, number(one.published, 2), one.unit, number(one.measured, 2),
