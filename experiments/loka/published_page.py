@@ -79,15 +79,13 @@ def _measured(rows: Sequence[Row], method: str) -> tuple[str, float] | None:
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """How many have one of ours; nothing without rows."""
+    if not rows:
+        return []
     found = comparisons(rows)
-    return (
-        []
-        if not rows
-        else [
-            f"{measured_of(found)} of {len(found)} values that LoKA publishes (by reading notes) have one of ours beside them; why "
-            f"the others have none is said for each."
-        ]
-    )
+    return [
+        f"{measured_of(found)} of {len(found)} values that LoKA publishes (by reading notes) have one of ours beside them, and "
+        f"each of the others the reason why not."
+    ]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
