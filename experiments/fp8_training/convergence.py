@@ -34,10 +34,9 @@ from ao_lab.training.layers import LowPrecisionLinear, autocast
 from ao_lab.training.products import product
 from experiments.data.corpus import evaluation_texts
 from experiments.fp8_training.methods import BASE, BASE_NAMES, LONG, PAIRED, Plan, Trial, is_linear
-from experiments.harness.intervals import interval
 from experiments.harness.measuring import Deadline, measure_each
 from experiments.harness.revision import state
-from experiments.harness.rows import Journal, Row, library_versions, table_name, table_parts
+from experiments.harness.rows import Journal, Row, interval, library_versions, table_name, table_parts
 from experiments.models.pretraining import Budget, Convert, bits_per_byte, pretrain
 from experiments.models.train import Checkpoint
 from experiments.pretraining.run import BITS, CHECKPOINT_SECONDS, Values, loss_curve, quality, speed

@@ -7,8 +7,7 @@ from statistics import fmean
 
 from experiments.fp8_training.methods import BASE
 from experiments.fp8_training.real import method_of
-from experiments.harness.intervals import interval
-from experiments.harness.rows import Row
+from experiments.harness.rows import Row, interval
 from experiments.models.quantized_model import WEIGHTS
 from experiments.report.content import Section, Table
 from experiments.report.real_runs import RealRun, by_seed, real_runs, title_of, training_of

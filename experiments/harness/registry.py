@@ -25,7 +25,7 @@ class Experiment:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
     whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
     published as ``.csv.gz``. real: whether it measures pretrained models, and anyone's by `--model`. tasks:
-    what these may do (`experiments.models.architectures`). name: the folder's, filled
+    what these may do (`experiments.models.pretrained`). name: the folder's, filled
     in when it is found.
     """
 

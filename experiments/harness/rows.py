@@ -9,7 +9,7 @@ a new row in its place. Rows live in two places:
 * the *published* CSV under ``reports/data/`` (``.csv.gz`` where an experiment's record says so), which plots and pages read.
 
 Both are replaced atomically, so a run that is killed leaves a whole file. A result that is missing stays missing: nothing here
-fills a gap.
+fills a gap. A mean over seeds has a 95% interval (`interval`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
 #: How the names of files end that are being written: where a run was killed, the next one deletes them.
@@ -241,3 +242,21 @@ def _parse(record: dict[str, str]) -> Row:
         published=float(published) if published else None,
         seed=int(record["seed"]),
     )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half the width of its 95% interval (Student's t)."""
+
+    mean: float
+    half: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean and its interval; ValueError for less than two values."""
+    from scipy.special import stdtrit
+
+    if len(values) < 2:
+        raise ValueError(f"an interval takes at least 2 seeds, got {len(values)}")
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    return Interval(fmean(values), quantile * stdev(values) / math.sqrt(len(values)))

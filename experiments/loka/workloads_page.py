@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from experiments.harness.intervals import Interval, interval
-from experiments.harness.rows import Row
+from experiments.harness.rows import Interval, Row, interval
 from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECONDS
 from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
 from experiments.report.content import Drawing, Headline, Section, Table

@@ -31,8 +31,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
 from experiments.harness.measuring import Values
-from experiments.models.architectures import LANGUAGE, task_of
-from experiments.models.pretrained import FACTS, MODELS, Step, pretrained
+from experiments.models.pretrained import FACTS, LANGUAGE, MODELS, Step, pretrained, task_of
 
 DTYPE = torch.bfloat16
 #: How the kind of a real model's tables begins.
@@ -49,7 +48,7 @@ UNKNOWN_GRID = "not stated: the folder's own weights"
 @dataclass(frozen=True)
 class RealModel:
     """A model in a folder. name: in rows. grid: what its weights had been rounded to. published: see the module text. task: one
-    of `experiments.models.architectures`."""
+    of `experiments.models.pretrained`."""
 
     name: str
     folder: Path

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from experiments.data.impressions import Array, Impressions
-from experiments.harness.intervals import Interval, interval
+from experiments.harness.rows import Interval, interval
 
 #: What is done to a model before it trains: a recipe, mods; None for nothing.
 Change = Callable[[nn.Module], object]

@@ -11,6 +11,12 @@ Language models come as GGUF files, whose weights had been quantized and lie on 
 baseline of every table is the model as the file gives it, and tables say so. Schemes that would copy a grid (Q4_1, Q5_0, Q8_0
 with the same blocks) would have no error on such a file and are left out of comparisons; measured relative errors of the
 schemes here are those on normal weights within a tenth.
+
+What a folder's model does, by its configuration: predict text, encode sentences, or write down speech.
+
+The task decides which metrics an experiment measures. A sentence encoder is a folder that says so (``modules.json``, which
+sentence-transformers writes) or whose configuration is of an encoder's type; a speech model is Whisper; all others are taken
+for causal language models, and refused later where they are none.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.model_builder import read_config
 from experiments.data.packages import ARCHIVES, Part, beside, installed_file, opened
 from experiments.harness.paths import Busy, Paths, alone
 from experiments.models.conversion import converter
@@ -361,3 +368,31 @@ def is_installed(library: str) -> bool:
         return bool(importlib.metadata.version(library))
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+LANGUAGE, ENCODER, SPEECH = "language model", "encoder", "speech"
+TASKS = (LANGUAGE, ENCODER, SPEECH)
+#: `model_type` of encoders of text.
+ENCODERS = frozenset(
+    ("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert",
+     "roberta", "xlm-roberta")
+)  # fmt: skip
+#: The file by which a folder says that it is a sentence encoder.
+MODULES = "modules.json"
+
+
+def task_of(folder: Path) -> str:
+    """One of TASKS."""
+    kind = read_config(folder).get("model_type")
+    if kind == "whisper":
+        return SPEECH
+    return ENCODER if kind in ENCODERS or (folder / MODULES).is_file() else LANGUAGE
+
+
+def check_task(task: str, wanted: tuple[str, ...], model: str, experiment: str) -> None:
+    """ValueError where an experiment has no metric for a model's task."""
+    if task not in wanted:
+        raise ValueError(
+            f"{model} is no {' and no '.join(wanted)} but {task}, which {experiment} does not measure; `ao-lab reproduce ptq` "
+            "does"
+        )

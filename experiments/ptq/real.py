@@ -45,8 +45,8 @@ NEW_TOKENS = {"quick": 8, "full": 32}
 
 
 @dataclass(frozen=True)
-class RealTask:
-    """A scheme of the weights (or the base model), and one of the inputs or None."""
+class Task:
+    """One method to measure: a scheme of the weights (or a model as it is), and one of the inputs or None."""
 
     method: str
     activations: str | None
@@ -57,7 +57,7 @@ class RealTask:
         return setting_name(self.activations)
 
 
-def real_tasks(settings: Settings, base: str = BASE) -> list[RealTask]:
+def real_tasks(settings: Settings, base: str = BASE) -> list[Task]:
     """The base model (rows of the method `base`), then schemes: few at quick scale, all default ones at full, or those that
     `settings.only` names.
 
@@ -68,8 +68,8 @@ def real_tasks(settings: Settings, base: str = BASE) -> list[RealTask]:
     default = (*(scheme for scheme in settings.schemes if "." not in scheme), *settings.served)
     weights = QUICK_WEIGHTS if quick else settings.only or default
     inputs = QUICK_INPUTS if quick else weights
-    tasks = [RealTask(scheme, None) for scheme in weights]
-    return [RealTask(base, None), *tasks, *(RealTask(scheme, activation_scheme(scheme)) for scheme in inputs)]
+    tasks = [Task(scheme, None) for scheme in weights]
+    return [Task(base, None), *tasks, *(Task(scheme, activation_scheme(scheme)) for scheme in inputs)]
 
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
@@ -80,7 +80,7 @@ def run_real(settings: Settings, journal: Journal) -> list[Row]:
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
 
-    def load() -> tuple[Values, Callable[[RealTask], dict[str, Values]]]:
+    def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
         bench = any_bench_of(settings, model)
         programs = programs_for(settings, bench)
         return facts(bench), partial(measure, settings, bench, programs=programs)
@@ -93,7 +93,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
 
 
 def measure(
-    settings: Settings, bench: AnyBench, task: RealTask, programs: Programs | None = None
+    settings: Settings, bench: AnyBench, task: Task, programs: Programs | None = None
 ) -> dict[str, Values]:
     """Values of one method by the data of their tables: each text, and the model."""
 
@@ -118,7 +118,7 @@ def programs_for(settings: Settings, bench: AnyBench) -> Programs | None:
     return programs_of(bench.model.folder, bench.base, found)
 
 
-def served(settings: Settings, bench: AnyBench, task: RealTask, model: nn.Module) -> Values:
+def served(settings: Settings, bench: AnyBench, task: Task, model: nn.Module) -> Values:
     """Speed and memory of generating, where they are measured, and tasks of lm-evaluation-harness that were asked for."""
     if settings.asked is None or not isinstance(bench, Bench):
         return {}
@@ -129,7 +129,7 @@ def served(settings: Settings, bench: AnyBench, task: RealTask, model: nn.Module
     return {**found, **harness_values(settings, bench.model, model)}
 
 
-def quantized(bench: AnyBench, task: RealTask) -> nn.Module:
+def quantized(bench: AnyBench, task: Task) -> nn.Module:
     """A quantized copy; Undivided where a layer stays dense."""
     model = bench.copy()
     layers = linears(model)

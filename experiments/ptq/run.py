@@ -29,28 +29,14 @@ from experiments.models.quantized_model import (
     activation_scheme,
     layer_inputs,
     quantized_model,
-    setting_name,
 )
-from experiments.ptq.real import check_schemes, run_real
+from experiments.ptq.real import Task, check_schemes, run_real
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "ptq"
 QUALITY, LAYERS = "quality", "layers"
 LAYER_WINDOWS = 2
-
-
-@dataclass(frozen=True)
-class Task:
-    """One method to measure: a scheme for the weights, and one for the activations or None."""
-
-    method: str
-    activations: str | None
-
-    @property
-    def setting(self) -> str:
-        """The setting of its rows."""
-        return setting_name(self.activations)
 
 
 @dataclass(frozen=True)

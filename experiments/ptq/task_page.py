@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from experiments.harness.rows import Row, table_parts
-from experiments.models.architectures import ENCODER, SPEECH
 from experiments.models.causal_lm import BASE, MODEL
+from experiments.models.pretrained import ENCODER, SPEECH
 from experiments.models.programs import NAME
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.models.sentence_encoder import PASSAGES, REVIEWS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from experiments.harness.intervals import Interval, interval
-from experiments.harness.rows import Row
+from experiments.harness.rows import Interval, Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.qat.arms import CLIPPED, PTQ, PTQ_BASE, QAT, TRAINED, WITH_AUTOROUND, WITH_GPTQ

@@ -38,9 +38,8 @@ from ao_lab import (
     quantize_,
 )
 from experiments.data.evaluation import MultipleChoice, multiple_choice, score
-from experiments.harness.intervals import Interval, interval
 from experiments.harness.measuring import bar, measure_all
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.rows import Interval, Journal, Row, interval, table_name
 from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.quantized_model import PLAIN, quantized_model
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model

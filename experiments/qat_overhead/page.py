@@ -15,7 +15,19 @@ from experiments.qat_overhead.step import COPY_RATE, INT8_INT4, LORA, OURS
 from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import FOLDER, Published, Results, Where, best_run, by_run, number, read
+from experiments.report.results import (
+    FOLDER,
+    Published,
+    Results,
+    Where,
+    best_run,
+    by_run,
+    failures,
+    lines_of,
+    number,
+    read,
+    state,
+)
 from experiments.report.targets import RunTargets, Target, known, limit_of, percent_over, rest
 
 PUBLISHED = FOLDER / "qat_overhead.csv"
@@ -275,24 +287,6 @@ def section(where: Where, results: Results) -> Section:
         paragraphs += BESIDE
         tables.append(published_table())
     return Section(f"{NAMES.get(where.data, where.data)} ({where.run})", paragraphs, drawings, tables)
-
-
-def lines_of(results: Results) -> list[tuple[str, str]]:
-    """(setting, method) in the order in which they were measured."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
-
-
-def state(results: Results, setting: str, method: str) -> str:
-    """ok, or what went wrong."""
-    found = (row.metric for row in results.rows if (row.setting, row.method) == (setting, method))
-    return next((metric.removeprefix(STATUS) for metric in found if metric.startswith(STATUS)), "")
-
-
-def failures(results: Results) -> list[str]:
-    """What was not measured, and why."""
-    states = {one: state(results, *one) for one in lines_of(results)}
-    failed = [f"{method}, {setting} ({word})" for (setting, method), word in states.items() if word != "ok"]
-    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
 def verdict(results: Results) -> list[str]:

@@ -45,7 +45,10 @@ from experiments.report.content import (
     Table,
     days_of,
     devices_of,
+    inline,
+    lead,
     note,
+    parts,
     runs_of,
     subjects_of,
 )
@@ -54,7 +57,6 @@ from experiments.report.plots import dots, svg
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
 from experiments.report.targets import RunTargets, counted, missed_tables
-from experiments.report.texts import inline, lead, parts
 
 
 @lru_cache(maxsize=1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from experiments.harness.intervals import interval
-from experiments.harness.rows import Row
+from experiments.harness.rows import Row, interval
 from experiments.models.pretrained import MODELS
 from experiments.models.quantized_model import WEIGHTS
 from experiments.report.accuracies import only

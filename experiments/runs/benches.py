@@ -15,8 +15,8 @@ from experiments.data.sentences import passages, reviews
 from experiments.data.texts import BOOKS, documents_of, prose_of
 from experiments.data.utterances import utterances
 from experiments.harness.measuring import Values
-from experiments.models.architectures import ENCODER, LANGUAGE, SPEECH
 from experiments.models.causal_lm import REAL, Bench, RealModel
+from experiments.models.pretrained import ENCODER, LANGUAGE, SPEECH
 from experiments.models.sentence_encoder import EncoderBench
 from experiments.models.speech import SpeechBench
 from experiments.runs.real_models import bench_of

@@ -26,7 +26,6 @@ from experiments.data.texts import (
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.architectures import check_task
 from experiments.models.causal_lm import (
     FILE,
     MODEL,
@@ -37,6 +36,7 @@ from experiments.models.causal_lm import (
     not_tried,
     real_model,
 )
+from experiments.models.pretrained import check_task
 from experiments.models.serving import EXAMPLES, task_values, tasks_of
 from experiments.runs.run import RealModels, Settings
 

@@ -44,9 +44,8 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
-from experiments.models.architectures import check_task
 from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
-from experiments.models.pretrained import MODELS
+from experiments.models.pretrained import MODELS, check_task
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
 

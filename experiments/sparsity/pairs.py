@@ -33,10 +33,17 @@ from ao_lab.config.base import Config
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import stored
 from experiments.fp8_training.convergence import Gap
-from experiments.harness.intervals import interval
 from experiments.harness.measuring import Deadline, Values, Work, bar, measure_all, measure_each
 from experiments.harness.revision import state
-from experiments.harness.rows import PARTIAL, Journal, Row, library_versions, table_name, table_parts
+from experiments.harness.rows import (
+    PARTIAL,
+    Journal,
+    Row,
+    interval,
+    library_versions,
+    table_name,
+    table_parts,
+)
 from experiments.models.pretraining import adamw, set_rate
 from experiments.runs.run import Settings
 

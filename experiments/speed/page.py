@@ -8,7 +8,7 @@ from dataclasses import replace
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, lines_of, number
 from experiments.report.targets import RunTargets, Target
 from experiments.speed.run import MISSING, TARGET_METRIC, target_of
 
@@ -65,14 +65,14 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
     return [
         RunTargets(where, [replace(one, name=f"{one.name} against {setting}")], unit="times its speed")
         for where, results in by_run(rows, "speed").items()
-        for setting, method in pairs_of(results)
+        for setting, method in lines_of(results)
         if (one := target_of(results, setting, method)) is not None
     ]
 
 
 def plot(where: Where, results: Results) -> Drawing:
     """Ratios to the baselines, and their targets."""
-    pairs = [one for one in pairs_of(results) if not one[1].startswith("import ")]
+    pairs = [one for one in lines_of(results) if not one[1].startswith("import ")]
     labels = [f"{method} / {setting}" for setting, method in pairs]
     series = {
         name: [results.value(*one, metric) for one in pairs]
@@ -95,7 +95,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 def ratio_table(results: Results) -> Table:
     """A line per comparison."""
     lines = []
-    for setting, method in pairs_of(results):
+    for setting, method in lines_of(results):
         if not method.startswith("import "):
             cells = [
                 results.value(setting, method, name)
@@ -135,7 +135,7 @@ def verdict(target: Target | None, missing: Sequence[str]) -> str:
 def import_table(results: Results) -> Table:
     """A line per package."""
     lines = []
-    for setting, method in pairs_of(results):
+    for setting, method in lines_of(results):
         if method.startswith("import "):
             time, low, high, target = (
                 results.value(setting, method, name)
@@ -145,8 +145,3 @@ def import_table(results: Results) -> Table:
             lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, target)), reached])
     columns = ["package", "beyond", "median (ms)", "20%", "80%", "target", "target met"]
     return Table("Import times", columns, lines, results.rows)
-
-
-def pairs_of(results: Results) -> list[tuple[str, str]]:
-    """(setting, method) in the order of measurement."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))

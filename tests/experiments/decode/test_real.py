@@ -10,12 +10,12 @@ from ao_lab.measure import memory
 from ao_lab.measure.generation import by_transformers
 from experiments.data import texts
 from experiments.decode import real
+from experiments.decode.real import OwnLoop
 from experiments.decode.real_page import real_findings, real_sections
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.models import causal_lm
 from experiments.models.causal_lm import linears, of_folder
-from experiments.models.own_loop import OwnLoop
 from tests.support.models.small_lms import KINDS, save_lm
 
 pytest.importorskip("transformers")

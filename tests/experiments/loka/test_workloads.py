@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.harness.intervals import interval
 from experiments.harness.measuring import Deadline
-from experiments.harness.rows import Journal, Row
+from experiments.harness.rows import Journal, Row, interval
 from experiments.loka import (
     dense_speed,
     fused_speed,

@@ -18,8 +18,8 @@ from experiments.data.utterances import Utterance
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, read
 from experiments.models import speech
-from experiments.models.architectures import task_of
 from experiments.models.causal_lm import Bench
+from experiments.models.pretrained import task_of
 from experiments.models.quantized_model import decoded_weights
 from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from ao_lab import IntxWeightOnlyConfig, PerGroup, QATConfig, quantize_
-from experiments.harness.intervals import STUDENT, Interval, interval
 from experiments.harness.paths import Paths
-from experiments.harness.rows import Journal, read
+from experiments.harness.rows import Interval, Journal, interval, read
 from experiments.models import train
 from experiments.qat import page, run
 from experiments.qat.run import (
@@ -56,7 +56,7 @@ def test_recovery_by_hand():
     assert found.qat.mean == pytest.approx(0.05 / 3)
     parts = np.array([90.0, 2000 / 21, 90.0])
     assert found.recovered.mean == pytest.approx(parts.mean())
-    assert found.recovered.half == pytest.approx(4.3027 * parts.std(ddof=1) / 3**0.5)
+    assert found.recovered.half == pytest.approx(4.302652730 * parts.std(ddof=1) / 3**0.5)
     assert found.deviations == pytest.approx((0.61 / 3) / np.std([0.20, 0.21, 0.20], ddof=1))
 
 
@@ -71,21 +71,20 @@ def test_seeds_are_paired():
     assert far.recovered.half == pytest.approx(near.recovered.half)
 
 
-@pytest.mark.parametrize("seeds", range(2, len(STUDENT) + 2))
+@pytest.mark.parametrize("seeds", [2, 3, 12, 40])
 def test_intervals_are_those_of_scipy(seeds):
-    stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(seeds).normal(3.0, 0.5, seeds)
     found = interval(list(values))
     low, high = stats.t.interval(0.95, seeds - 1, loc=values.mean(), scale=stats.sem(values))
-    assert (found.mean, found.half) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-4)
+    assert (found.mean, found.half) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-9)
     low, high = stats.ttest_rel(values + 1.0, values * 0.9).confidence_interval(0.95)
     paired = interval(list(values + 1.0 - values * 0.9))
-    assert (paired.mean, paired.half) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-4)
+    assert (paired.mean, paired.half) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-9)
 
 
 def test_an_interval_needs_seeds():
-    for values in ([], [1.0], [1.0] * (len(STUDENT) + 2)):
-        with pytest.raises(ValueError, match="an interval takes 2 to 12 seeds"):
+    for values in ([], [1.0]):
+        with pytest.raises(ValueError, match="an interval takes at least 2 seeds"):
             interval(values)
     with pytest.raises(ValueError, match="at least two, got 1"):
         replace(PLAN, seeds=1)

@@ -11,11 +11,20 @@ import pytest
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
 from experiments.report import committed, history, plots
-from experiments.report.content import Card, Comparison, Drawing, Headline, Section, Table, readable
+from experiments.report.content import (
+    Card,
+    Comparison,
+    Drawing,
+    Headline,
+    Section,
+    Table,
+    lead,
+    parts,
+    readable,
+)
 from experiments.report.pages import TEMPLATES, further_pages
 from experiments.report.results import number, shown
 from experiments.report.scoreboard import better, scoreboard, short
-from experiments.report.texts import lead, parts
 
 REPORTS = ROOT / "reports"
 PAGES = sorted(path.name for path in REPORTS.glob("*.html"))
