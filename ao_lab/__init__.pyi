@@ -4,10 +4,10 @@ from ao_lab import jax as jax
 from ao_lab import optim as optim
 from ao_lab import plot as plot
 from ao_lab import testing as testing
-from ao_lab.attention.model import AttentionSettings as AttentionSettings
-from ao_lab.attention.model import use_attention_ as use_attention_
-from ao_lab.attention.sdpa import ReplacedAttention as ReplacedAttention
-from ao_lab.attention.sdpa import replace_sdpa_ as replace_sdpa_
+from ao_lab.attention import AttentionSettings as AttentionSettings
+from ao_lab.attention import ReplacedAttention as ReplacedAttention
+from ao_lab.attention import replace_sdpa_ as replace_sdpa_
+from ao_lab.attention import use_attention_ as use_attention_
 from ao_lab.calibration.methods import AWQ as AWQ
 from ao_lab.calibration.methods import GPTQ as GPTQ
 from ao_lab.calibration.methods import HQQ as HQQ
@@ -50,8 +50,8 @@ from ao_lab.clients.gguf.write import GgufFile as GgufFile
 from ao_lab.clients.gguf.write import save_gguf as save_gguf
 from ao_lab.clients.mlx import MlxFolder as MlxFolder
 from ao_lab.clients.mlx import save_mlx as save_mlx
-from ao_lab.clients.onnx.export import OnnxFile as OnnxFile
-from ao_lab.clients.onnx.export import export_onnx as export_onnx
+from ao_lab.clients.onnx import OnnxFile as OnnxFile
+from ao_lab.clients.onnx import export_onnx as export_onnx
 from ao_lab.compile.ahead_of_time import register_operators as register_operators
 from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.compile.generation import GenerationSettings as GenerationSettings

@@ -11,7 +11,7 @@ from torch import nn
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, print_table
 from ao_lab.clients.gguf.write import GgufFile, save_gguf
-from ao_lab.clients.onnx.export import OnnxFile, export_onnx
+from ao_lab.clients.onnx import OnnxFile, export_onnx
 from ao_lab.install.extras import needed
 from ao_lab.measure.folders import without_model
 

@@ -33,7 +33,7 @@ from ao_lab.measure.folders import (
     evaluating,
     on_device,
 )
-from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import by_transformers
 from ao_lab.measure.times import OK, Benchmark, Timed
 from ao_lab.measure.turns import (
     AGAIN,

@@ -52,8 +52,7 @@ from ao_lab.measure.folders import (
     on_device,
     windows_for,
 )
-from ao_lab.measure.generation import by_transformers
-from ao_lab.measure.memory import Peak, held_bytes, out_of_memory
+from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear

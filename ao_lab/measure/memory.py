@@ -1,13 +1,18 @@
-"""Peak memory of what runs between two places, on a GPU or in this process."""
+"""Peak memory of what runs between two places, on a GPU or in this process.
+
+transformers' `generate()` as users call it, timed: tokens a second, and the most memory that it takes.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -83,3 +88,24 @@ def resident(name: str) -> int | None:
         return None
     found = [line.split() for line in lines if line.startswith(f"{name}:")]
     return int(found[0][1]) * 1024 if found else None
+
+
+def by_transformers(model: Any, prompt: Tensor, new: int, **options: Any) -> tuple[float, Tensor]:
+    """Seconds of transformers' `generate()` as it is called, greedy, no fewer or more than `new` tokens, and these tokens.
+
+    options: of `generate()`, beside those that make it greedy and of that length.
+    """
+    synchronize(prompt.device)
+    started = time.perf_counter()
+    made: Tensor = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        # Named since transformers else speaks of it at every call.
+        pad_token_id=0,
+        **options,
+    )
+    synchronize(prompt.device)
+    return time.perf_counter() - started, made[:, prompt.shape[1] :]

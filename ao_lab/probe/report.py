@@ -224,7 +224,7 @@ class ProbeReport:
         return axes
 
 
-#: roofline: the speedup that `ao_lab.probe.speed` predicts, no measurement.
+#: roofline: the speedup that `ao_lab.probe.measure` predicts, no measurement.
 COLUMNS = ("site", "weight", "error", "inputs", "weights", "share", "noise", "roofline", "safe", "why")
 
 

@@ -5,22 +5,25 @@ function that computes it; then which of the products run in low precision at al
 gains. All dense is a candidate, so a tuned layer is never slower than the plain one, and so is the whole recipe. Of a layer
 with a quantized weight one thing: the function for its product, and where families of kernels compete for it (preshuffled
 weights), the family: candidates are those whose records take it (`fast.gemm.families`).
+
+The same choices on all ranks: ranks measure alone, and times differ.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ao_lab.gemm.choices import Choice, choices_for, folder, path_of, rows_range, save
+from ao_lab.gemm.choices import Choice, Problem, choices_for, folder, path_of, rows_range, save
 from ao_lab.transforms.layers import check_model
 from ao_lab.tuning.candidates import Limits, choices_of
 from ao_lab.tuning.measure import release
-from ao_lab.tuning.ranks import chosen_by_all, is_first_of_its_machine
 from ao_lab.tuning.samples import Sample, SampleInput, record
 from reference.schemes.schemes import record_of
 
@@ -157,4 +160,33 @@ def publish(made: Sequence[Choice], device: torch.device, keep: bool) -> Tuned:
     return Tuned(tuple(made), str(path))
 
 
-__all__ = ["Tuned", "tune"]
+def in_group() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def chosen_by_all(made: Sequence[Choice]) -> list[Choice]:
+    """Of each problem the choice of the lowest rank that measured it: pipeline stages have layers that others have not."""
+    if not in_group():
+        return list(made)
+    gathered: list[list[Choice]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, list(made))
+    return merged(gathered)
+
+
+def merged(by_rank: Sequence[Sequence[Choice]]) -> list[Choice]:
+    """One choice for each problem, of the first list that has it."""
+    result: dict[Problem, Choice] = {}
+    for choices in by_rank:
+        for choice in choices:
+            result.setdefault(choice.problem, choice)
+    return list(result.values())
+
+
+def is_first_of_its_machine() -> bool:
+    """Whether this rank writes the file: by LOCAL_RANK where the launcher says it, else rank 0."""
+    local = os.environ.get("LOCAL_RANK")
+    return not in_group() or (int(local) if local is not None else dist.get_rank()) == 0
+
+
+__all__ = ["Tuned", "chosen_by_all", "is_first_of_its_machine", "merged", "tune"]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ao_lab.measure.recording import recorded
+from ao_lab.measure.turns import recorded
 from experiments.models.llama import (
     CausalLM,
     DecoderLayer,

@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.config.base import SchemeConfig
 from ao_lab.install.extras import needed
-from ao_lab.measure.generation import by_transformers
-from ao_lab.measure.memory import Peak, synchronize
-from ao_lab.measure.recording import recorded
+from ao_lab.measure.memory import Peak, by_transformers, synchronize
+from ao_lab.measure.turns import recorded
 from experiments.decode.configs import (
     BASE,
     CONFIGS,

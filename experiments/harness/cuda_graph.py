@@ -15,7 +15,7 @@ import torch
 from torch.autograd.profiler_legacy import profile
 
 from ao_lab.cli.terminal import say
-from ao_lab.measure.recording import recorded
+from ao_lab.measure.turns import recorded
 from experiments.harness.measuring import Wrong
 
 #: Distinct kernels that are named; of more, the first, and how many others there are.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
-from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import by_transformers
 from ao_lab.measure.turns import Plan, Span, Watch, interleaved, prepare, summary, watch_of
 from experiments.harness.bench import repeated
 from experiments.harness.measuring import Deadline, Values, attempt, bar, status

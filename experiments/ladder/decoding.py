@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
-from ao_lab.measure.recording import recorded
+from ao_lab.measure.turns import recorded
 from experiments.harness.measuring import Wrong
 from experiments.ladder.rungs import Levers
 from experiments.ladder.subjects import Decoder

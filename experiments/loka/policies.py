@@ -1,7 +1,7 @@
 """Part "policies" of `loka`: uniform recipes, LoKA's rule and the knapsack on the same errors and times.
 
 Errors are those of a probe of a trained model. Times are measured on a GPU with 8-bit units; elsewhere they are a model of one
-H200 (`ao_lab.probe.speed`), of MLPerf's batch, and tables say "modelled": they show how rules differ, not what a machine does.
+H200 (`ao_lab.probe.measure`) of MLPerf's batch, and tables say "modelled": they show how rules differ, not what a machine does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import ao_lab
 from ao_lab.gemm.choices import DENSE, SUBSETS
 from ao_lab.policy.decide import Decision
 from ao_lab.policy.options import Times, measured_times
+from ao_lab.probe.measure import H200, product_seconds
 from ao_lab.probe.report import ProbeReport
-from ao_lab.probe.speed import H200, product_seconds
 from ao_lab.training.products import has_fp8
 from experiments.harness.measuring import Values
 from experiments.loka.subjects import MODELS

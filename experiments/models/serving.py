@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
-from ao_lab.measure.generation import by_transformers
-from ao_lab.measure.memory import Peak
+from ao_lab.measure.memory import Peak, by_transformers
 from experiments.harness.measuring import Values
 
 #: Tokens of the prompt.

@@ -45,7 +45,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ao_lab.measure.recording import recorded
+from ao_lab.measure.turns import recorded
 from experiments.data.corpus import Corpus
 from experiments.harness.measuring import bar
 from experiments.harness.revision import state

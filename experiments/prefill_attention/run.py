@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ao_lab.attention.model import use_attention_
+from ao_lab.attention import use_attention_
 from experiments.data.texts import TextWindows
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
 from experiments.harness.registry import check_known

@@ -168,7 +168,7 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """Of 16-bit rows by a kernel in front of the product's; of others `linear_small` of what the inputs' scheme makes of them
     in their dtype, and so of values, which 16-bit floats hold exactly, that the kernel of many rows multiplies faster."""
-    from fast.kernels.exact_inputs import host
+    from fast.kernels import exact_inputs
     from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     x, w, bias = _checked(record, values, operands)
@@ -181,7 +181,9 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
             family.name for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype))
         ]
     if x.numel() and not (kind == VALUES and families[0] == SM90_W4A16_GEMM.name):
-        y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, families, key=key, record=record)
+        y = exact_inputs.linear_small_dynamic(
+            x, scheme, kind, arranged, bias, families, key=key, record=record
+        )
         if y is not None:
             return y
     rounded = execute(FAKE_QUANTIZE, scheme, (-1,), (x,))

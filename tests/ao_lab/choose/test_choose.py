@@ -12,7 +12,7 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Bits, Choice, SchemeConfig, choose_
-from ao_lab.choose import api, trials
+from ao_lab.choose import api
 from ao_lab.choose.items import Item, checked_candidates, items_of, labels
 from ao_lab.choose.scores import Scoring, divergences
 from ao_lab.choose.weights import Weights
@@ -268,9 +268,9 @@ def misleading(choice, values):
 def test_several_budgets_share_scores_and_what_is_measured(chosen, monkeypatch):
     model, choice = chosen
     runs, settings = [], []
-    run, measured = Scoring.run, trials.divergences
+    run, measured = Scoring.run, api.divergences
     monkeypatch.setattr(Scoring, "run", lambda *a: runs.append(a) or run(*a))
-    monkeypatch.setattr(trials, "divergences", lambda *a: settings.extend(a[3]) or measured(*a))
+    monkeypatch.setattr(api, "divergences", lambda *a: settings.extend(a[3]) or measured(*a))
     both = choose_(model, batches(), OPTIONS, [Bits(3.9), Bits(3.5)])
     assert len(runs) == 3, "one pass over three of four batches"
     assert len(settings) == len({tuple(one.values()) for one in settings}), "no setting is measured twice"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import experiments
-from ao_lab.measure import recording as capture
 from ao_lab.measure import turns
-from ao_lab.measure.recording import recorded
+from ao_lab.measure import turns as capture
+from ao_lab.measure.turns import recorded
 from experiments.harness.bench import spread
 from tests.experiments.harness.tiny import FakeWatch
 

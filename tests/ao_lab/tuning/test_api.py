@@ -13,7 +13,7 @@ from ao_lab.gemm.choices import Candidate, Choice, problem_of
 from ao_lab.gemm.select import select_kernel
 from ao_lab.training import autograd
 from ao_lab.training.products import select_product
-from ao_lab.tuning import ranks
+from ao_lab.tuning import api
 from ao_lab.tuning.candidates import Limits, best
 from ao_lab.tuning.measure import relative_error
 from reference.training.recipe import RECIPES
@@ -324,7 +324,7 @@ def test_explain_lists_the_choices():
 def test_every_rank_gets_the_choices_of_the_lowest_that_has_them(monkeypatch):
     made = ao_lab.tune(model(), X).choices
     mine = [replace(choice, kernel="mine") for choice in made[1:]]
-    merged = ranks.merged([[], made[:3], mine])
+    merged = api.merged([[], made[:3], mine])
     assert [c.problem for c in merged] == [c.problem for c in made]
     assert [c.kernel for c in merged] == [c.kernel for c in made[:3]] + ["mine"] * (len(made) - 3)
 

@@ -21,8 +21,8 @@ from ao_lab.tensor.metadata import unsupported_reason
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
-from fast.kernels.exact_inputs import host as inputs_host
-from fast.kernels.exact_inputs.kernel import row_codes_kernel
+from fast.kernels import exact_inputs as inputs_host
+from fast.kernels.exact_inputs import row_codes_kernel
 from fast.kernels.quantize.geometry import power_above
 from fast.kernels.scheme.constants import block_op, constants_of
 from fast.kernels.triton_small_m import grouped, host, pair

@@ -7,7 +7,7 @@ import torch
 
 from ao_lab.cli.app import main
 from ao_lab.measure import memory
-from ao_lab.measure.generation import by_transformers
+from ao_lab.measure.memory import by_transformers
 from experiments.data import texts
 from experiments.decode import real
 from experiments.decode.real import OwnLoop

@@ -36,7 +36,7 @@ from ao_lab.config.recipe import named
 from ao_lab.gemm.select import families_by_rows, select_kernel
 from ao_lab.tensor.quantized_tensor import from_quantized
 from fast.gemm.choose import C
-from fast.kernels.exact_inputs import host
+from fast.kernels.exact_inputs import exact_inputs as inputs_of_kernel
 from fast.kernels.triton_small_m.host import INPUTS
 from fast.matmul.preshuffled.dynamic import CODES, kind_of
 from reference import Quantized, Scheme
@@ -457,7 +457,7 @@ def hard_rows(count: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 def inputs_differ(scheme: Scheme, x: torch.Tensor) -> int:
     """How many elements and scales of the kernel in front are not those of `fast.quantize`."""
-    made = host.exact_inputs(x, scheme, str(kind_of(scheme)))
+    made = inputs_of_kernel(x, scheme, str(kind_of(scheme)))
     if made is None:
         return x.numel()
     if kind_of(scheme) != CODES:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reference import FORMATS
-from reference.formats.codebooks import CODEBOOKS, dynamic_map
+from reference.formats.formats import CODEBOOKS, dynamic_map
 
 
 @pytest.mark.parametrize(("signed", "exponents", "bits"), [(True, 7, 8), (False, 7, 8), (True, 3, 4)])

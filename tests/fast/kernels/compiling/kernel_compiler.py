@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fast import dispatch
-from fast.kernels.exact_inputs import host as small_dynamic
+from fast.kernels import exact_inputs as small_dynamic
 from fast.kernels.triton_gemv import select as linear
 from fast.kernels.triton_scaled_mm import host as code_rows
 from fast.kernels.triton_small_m import dense as dense_small

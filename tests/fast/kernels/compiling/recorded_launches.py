@@ -12,7 +12,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from fast import dispatch
-from fast.kernels.exact_inputs import host as exact_inputs_host
+from fast.kernels import exact_inputs as exact_inputs_host
 from fast.kernels.triton_gemv import select
 from fast.kernels.triton_scaled_mm import host as scaled_mm_host
 from fast.kernels.triton_small_m import host as linear_small_host

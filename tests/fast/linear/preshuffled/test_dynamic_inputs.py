@@ -140,7 +140,7 @@ COMPILED = [
 )
 def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructions):
     """Wide loads and stores, no spills, and the product may begin meanwhile: two launches where K is one part."""
-    from fast.kernels.exact_inputs import host
+    from fast.kernels import exact_inputs
     from fast.kernels.triton_small_m.layout import ArrangedWeight
     from tests.fast.kernels.compiling.kernel_compiler import launched
 
@@ -149,7 +149,7 @@ def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructi
     scheme = named(name)
     for dtype in (BF16, HALF):
         x = torch.empty((16, length), dtype=dtype)
-        call = lambda x=x: host.linear_small_dynamic(  # noqa: E731
+        call = lambda x=x: exact_inputs.linear_small_dynamic(  # noqa: E731
             x, scheme, kind_of(scheme), w, None, [TRITON_SMALL_M.name]
         )
         first, product, *others = launched(call)

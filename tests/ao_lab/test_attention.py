@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import ao_lab
-from ao_lab.attention import sdpa
-from ao_lab.attention.model import forward
-from ao_lab.attention.sdpa import FEWEST_QUERIES
+from ao_lab import attention
+from ao_lab.attention import FEWEST_QUERIES, forward
 from fast.attention.quantized import quantized_attention
 from reference.attention.quantized import ATTENTION_RECIPES
 
@@ -45,7 +44,7 @@ def test_model(model):
     assert str(settings) in str(ao_lab.explain(model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            sdpa, "quantized_attention", lambda *x, **o: calls.append(o) or quantized_attention(*x, **o)
+            attention, "quantized_attention", lambda *x, **o: calls.append(o) or quantized_attention(*x, **o)
         )
         after = model(ids).logits
         assert [(one["causal"], one["offset"]) for one in calls] == [(True, 0)] * 2
@@ -119,7 +118,7 @@ def test_replaced():
 
 def test_what_goes_to_torch(monkeypatch):
     """With one warning a reason, and torch's own numbers; few queries without."""
-    monkeypatch.setattr(sdpa, "_WARNED", set())
+    monkeypatch.setattr(attention, "_WARNED", set())
     q, k, v = states()
     full = {"enable_gqa": True}
     cases = [({"dropout_p": 1e-9}, "no dropout"), ({"attn_mask": torch.zeros(32, 32)}, "masks of bool"),

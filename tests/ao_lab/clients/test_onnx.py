@@ -8,8 +8,7 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Int8StaticActivationInt8WeightConfig, QuantizedTensor, SchemeConfig, export_onnx
-from ao_lab.clients.onnx.export import _as_operators
-from ao_lab.clients.onnx.layers import NBitsLinear, RoundedInputs, onnx_layer
+from ao_lab.clients.onnx import NBitsLinear, RoundedInputs, _as_operators, onnx_layer
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

@@ -1,1 +1,0 @@
-"""Attention in 8 bits: for a transformers model, or in the place of torch's own function."""

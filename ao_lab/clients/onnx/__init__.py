@@ -1,1 +1,0 @@
-"""ONNX: quantized linear layers as operators, and the export of whole models."""
