@@ -38,7 +38,7 @@ import torch  # noqa: E402
 
 import ao_lab  # noqa: E402
 from ao_lab.cli.export import Logits  # noqa: E402
-from tests.support.models.small_llama import tokenizer  # noqa: E402
+from tests.support.models.hf_models import tokenizer  # noqa: E402
 
 DATA, PAGE = ROOT / "docs" / "clients.csv", ROOT / "docs" / "CLIENTS.md"
 FIELDS = ("client", "scheme", "outcome", "difference", "through", "said", "version", "date")

@@ -12,7 +12,7 @@ import torch
 
 import ao_lab
 from tests.ao_lab.checkpoint.formats.test_compressed_tensors import packed_folder
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 from tests.support.runs import forks
 
 ROOT = Path(__file__).resolve().parents[2]

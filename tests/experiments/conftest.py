@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.models import small_llama
+from tests.support.models import hf_models
 
 
 @pytest.fixture(scope="session")
@@ -10,5 +10,5 @@ def folder(tmp_path_factory):
     """The folder of a small random language model, named tiny-llama, whose head is tied; nothing is written into it."""
     pytest.importorskip("transformers")
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
+    hf_models.save_llama(made, tied=True)
     return made

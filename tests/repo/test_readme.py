@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ao_lab
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 from tests.support.runs import forks
 
 pytest.importorskip("transformers")

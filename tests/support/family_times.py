@@ -1,4 +1,7 @@
-"""Measured times of variants of kernel families: reports/gpu/family_times.csv."""
+"""Measured times of variants of kernel families: reports/gpu/family_times.csv.
+
+The launch and the rows that `fast.gemm.choose` gives of a weight in the plain layout, on a GPU that is played or not.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import csv
 from pathlib import Path
 
 from experiments.report.families import problem_of
-from fast.gemm.families import FAMILIES
-from fast.gemm.problem import Problem
+from fast.gemm.choose import choose, rows_stored
+from fast.gemm.families import FAMILIES, TORCH_DEQUANTIZE
+from fast.gemm.problem import HOPPER, Problem, of_stored
+
+__all__ = ["FILE", "OTHERS", "Key", "measured", "problem"]
+
 
 FILE = Path(__file__).resolve().parents[2] / "reports/gpu/family_times.csv"
 #: What was timed beside variants: dense weights, in bfloat16 and dequantized for the call, and another family.
@@ -33,4 +40,32 @@ def problem(family: str, key: Key) -> Problem:
     return p._replace(rows=sum(map(int, rows.split())) / (experts or 1), experts=experts)
 
 
-__all__ = ["FILE", "OTHERS", "Key", "measured", "problem"]
+#: A Hopper GPU on which nothing compiles CUDA C++.
+WITHOUT_NVRTC = HOPPER._replace(nvrtc=False)
+
+
+def launch_for(w, rows, dtype, device=WITHOUT_NVRTC):
+    """The launch of the first family that has one; None where torch multiplies."""
+    from fast.kernels.triton_gemv import select
+
+    for family in choose(of_stored(w, rows, dtype)._replace(device=device)):
+        if family is not TORCH_DEQUANTIZE and (launch := select.launch_for(w, rows, dtype, family.name)):
+            return launch
+    return None
+
+
+def rows_fused(w, dtype, device=WITHOUT_NVRTC):
+    """The most rows that a kernel multiplies."""
+    return rows_stored(of_stored(w, 1, dtype)._replace(device=device))
+
+
+def linear(x, w, bias=None, device=WITHOUT_NVRTC):
+    """`fast.linear` by the first family that takes the product; None where torch multiplies. device: None for the weight's."""
+    from fast.kernels.triton_gemv import select
+
+    p = of_stored(w, x.numel() // x.shape[-1], x.dtype)
+    for family in choose(p if device is None else p._replace(device=device)):
+        y = None if family is TORCH_DEQUANTIZE else select.linear(x, w, bias, family.name)
+        if y is not None:
+            return y
+    return None

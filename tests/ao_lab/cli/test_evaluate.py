@@ -16,8 +16,8 @@ import torch
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.eval import NAMED
-from tests.support.models import fake_harness, small_llama
-from tests.support.models.small_llama import WORDS, save_llama
+from tests.support.models import fake_harness, hf_models
+from tests.support.models.hf_models import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -97,7 +97,7 @@ def with_bos(folder, target, *, processor=True, **fields):
     from tokenizers import processors
 
     shutil.copytree(folder, target)
-    made = small_llama.tokenizer()
+    made = hf_models.tokenizer()
     made.add_special_tokens(["<s>"])
     token = made.token_to_id("<s>")
     if processor:

@@ -7,7 +7,7 @@ import torch
 
 import ao_lab
 from ao_lab.cli.app import main
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")

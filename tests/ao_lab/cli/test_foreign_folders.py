@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ao_lab.cli import quantize
 from ao_lab.cli.app import main
 from ao_lab.cli.quantize import copy_the_rest
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 pytest.importorskip("transformers")
 

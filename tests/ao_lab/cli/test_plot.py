@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ao_lab.cli.app import main
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 pytest.importorskip("matplotlib")
 

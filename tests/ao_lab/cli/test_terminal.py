@@ -20,7 +20,7 @@ from ao_lab.cli import terminal as requirements
 from ao_lab.cli.terminal import WrongInput, console, print_table
 from ao_lab.install.extras import is_clone
 from experiments.harness.measuring import bar as bar_of_experiments
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 # What work cannot do without is looked at before the work.
 

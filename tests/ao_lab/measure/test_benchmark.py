@@ -12,7 +12,7 @@ from ao_lab.cli.app import main
 from ao_lab.measure.benchmark import Work, kernel_of
 from ao_lab.measure.turns import HostWatch, Plan
 from fast.gemm.choose import Range
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings(

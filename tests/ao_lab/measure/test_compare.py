@@ -14,7 +14,7 @@ from ao_lab.cli.app import main
 from ao_lab.measure.compare import Remembered, fingerprint, made_from
 from ao_lab.measure.comparison import Comparison
 from tests.support.models import fake_harness
-from tests.support.models.small_llama import WORDS, save_llama
+from tests.support.models.hf_models import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")

@@ -5,7 +5,7 @@ import torch
 
 from ao_lab import SchemeConfig, evaluate, quantize_
 from ao_lab.measure.folders import as_fields, context_of, device_of
-from tests.support.models.small_llama import WORDS, save_llama
+from tests.support.models.hf_models import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
 

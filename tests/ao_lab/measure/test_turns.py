@@ -1,4 +1,7 @@
-"""Timing on a scripted watch: turns, medians, spans, rotation, events around calls; and recordings that nothing breaks."""
+"""Timing on a scripted watch: turns, medians, spans, rotation, events around calls; and recordings that nothing breaks.
+
+Peak memory on a CPU: what earlier work has left to the allocator is not taken for free.
+"""
 
 import ctypes
 import gc
@@ -13,6 +16,7 @@ import torch
 import experiments
 from ao_lab.measure import turns
 from ao_lab.measure import turns as capture
+from ao_lab.measure.memory import Peak, resident
 from ao_lab.measure.turns import recorded
 from experiments.harness.bench import spread
 from tests.experiments.harness.tiny import FakeWatch
@@ -194,3 +198,21 @@ def test_the_gpu_watch_puts_events_around_each_call(monkeypatch):
     log.clear()
     watch.seconds(calls, cold=True)
     assert log == ["flush", "a", "flush", "b", "sync"]
+
+
+#: Elements of a block that glibc takes from its heap: 64 kB.
+BLOCK = 16384
+
+
+@pytest.mark.skipif(resident("VmHWM") is None, reason="Linux says what is resident")
+def test_what_the_allocator_kept_of_earlier_work_counts():
+    blocks = [torch.ones(BLOCK) for _ in range(1000)]
+    last = torch.ones(64)  # behind them, so that the heap does not shrink by itself
+    del blocks
+    peak = Peak(torch.device("cpu"))
+    peak.begin()
+    held = [torch.ones(BLOCK) for _ in range(200)]
+    over = peak.over()
+    assert over is not None
+    assert over >= 0.8 * sum(one.nbytes for one in held)
+    assert last.numel() == 64

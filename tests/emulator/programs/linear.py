@@ -29,7 +29,7 @@ from fast.quantize.static_scales import quantize_rows, rows_record
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter
-from tests.support import chosen
+from tests.support import family_times
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
 
 OBLONG = replace(
@@ -63,7 +63,7 @@ def compare(record: Scheme, length: int, several: bool) -> None:
         for exact in (True, False) if record.name not in NOT_EXACT else (False,):
             w = (exact_weight if exact else weight)(record, ROWS, length)
             x = (exact_inputs if exact else inputs)(count, length, dtype)
-            made = chosen.linear(x, w, bias)
+            made = family_times.linear(x, w, bias)
             if count > 1 and not several:
                 assert made is None
                 continue
@@ -92,10 +92,10 @@ def compare_specials() -> None:
     w.scale[9, 3] = 255
     for count, dtype in ((1, torch.float32), (3, torch.float16)):
         x = inputs(count, 256, dtype)
-        made = chosen.linear(x, w, None)
+        made = family_times.linear(x, w, None)
         assert torch.equal(made.isnan().any(0).nonzero()[:, 0], torch.tensor([9]))
         x[-1, 200] = float("nan")
-        made = chosen.linear(x, w, None)
+        made = family_times.linear(x, w, None)
         assert made[-1].isnan().all()
         assert int(made[:-1].isnan().sum()) == count - 1
     print("specials", flush=True)
@@ -110,7 +110,7 @@ def compare_one_bit() -> None:
             one_bit(x, record, axis)
             x.view(-1)[7], x.view(-1)[90], x[-1] = float("nan"), float("inf"), 0
             one_bit(x, record, axis)
-    assert chosen.linear(x[0, :1], fast.quantize(torch.ones(4, 128), record), None) is None
+    assert family_times.linear(x[0, :1], fast.quantize(torch.ones(4, 128), record), None) is None
     print("one bit", flush=True)
 
 

@@ -14,7 +14,7 @@ from experiments.models.sentence_encoder import REVIEWS, Judged
 from experiments.runs import benches
 from experiments.runs.run import RealModels, Settings
 from tests.experiments.ptq.test_tasks import reviews
-from tests.support.models.encoders import save_mpnet
+from tests.support.models.hf_models import save_mpnet
 
 pytest.importorskip("transformers")
 SCHEME = "int3_g64_asymmetric"

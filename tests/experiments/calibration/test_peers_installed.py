@@ -8,7 +8,7 @@ import torch
 
 from experiments.calibration.peers import exchange
 from experiments.calibration.peers.records import PEERS, PeerScheme
-from tests.support.models import small_llama
+from tests.support.models import hf_models
 
 pytestmark = pytest.mark.nightly
 PYTHONS = tuple(filter(None, os.environ.get("AO_LAB_PEERS", "").split(os.pathsep)))
@@ -24,7 +24,7 @@ CASES = [(name, element) for name, arm in PEERS.items() for element in arm.eleme
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
+    hf_models.save_llama(made, tied=True)
     (made / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return made
 

@@ -5,7 +5,7 @@ import pytest
 from experiments.data.programs import Problem
 from experiments.models import programs
 from experiments.models.programs import BEGUN, Programs, answers, code_of, programs_of, prompt_of
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 HEAD = 'import math\ndef f(x):\n    """One more."""\n'
 PROBLEM = Problem("T/0", HEAD, "def check(g): assert g(1) == 2", "f", "    return x + 1\n")

@@ -33,7 +33,7 @@ def test_a_vector_is_the_mean_over_tokens_that_are_no_padding():
 
 def test_batches_and_their_order_change_no_vector(tmp_path, monkeypatch):
     """Sentences are sorted by length and come back in their own order; padding is seen by none."""
-    from tests.support.models.encoders import save_mpnet
+    from tests.support.models.hf_models import save_mpnet
 
     save_mpnet(tmp_path)
     encoder = Encoder(*load(tmp_path, "cpu"))

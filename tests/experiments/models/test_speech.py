@@ -20,7 +20,7 @@ from experiments.models.speech import (
     transcript,
     word_errors,
 )
-from tests.support.models.encoders import SPECIAL, save_whisper
+from tests.support.models.hf_models import SPECIAL, save_whisper
 
 pytest.importorskip("transformers")
 

@@ -29,7 +29,7 @@ from experiments.ptq.real import real_tasks, run_real
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
-from tests.support.models import small_llama
+from tests.support.models import hf_models
 
 pytest.importorskip("transformers")
 SCHEMES = ("int8_rowwise", "mxfp4_rceil")
@@ -164,7 +164,7 @@ def test_published_models_are_known_by_shape_and_name(tmp_path):
 def test_published_values_stand_beside_the_folder_that_is_that_model(tmp_path, monkeypatch, name, beside):
     """By shapes and name: a tiny model takes the shapes' place here; another training of them is another model."""
     saved = tmp_path / name
-    small_llama.save_llama(saved, tied=True)
+    hf_models.save_llama(saved, tied=True)
     config = json.loads((saved / "config.json").read_text())
     shape = replace(causal_lm.SHAPES[0], width=config["hidden_size"], layers=config["num_hidden_layers"],
                     tokens=config["vocab_size"], scaled=False)  # fmt: skip

@@ -29,8 +29,7 @@ from experiments.ptq.task_page import programs_section
 from experiments.runs import benches
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import RealModels, settings_for
-from tests.support.models.encoders import save_mpnet, save_whisper
-from tests.support.models.small_llama import WORDS, save_llama
+from tests.support.models.hf_models import WORDS, save_llama, save_mpnet, save_whisper
 
 pytest.importorskip("transformers")
 WORD = WORDS.split()

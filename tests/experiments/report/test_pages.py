@@ -1,13 +1,19 @@
-"""Pages and figures come from rows and nothing else."""
+"""Pages and figures come from rows and nothing else.
+
+Comparisons whose peer has no value are listed, with the reason that rows give and a command.
+"""
 
 import base64
 import gzip
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
+import typer
 
+from ao_lab.cli.app import app
 from experiments.formats import run as formats
 from experiments.harness import rows as rows_module
 from experiments.harness.paths import Paths
@@ -16,12 +22,12 @@ from experiments.harness.rows import ROOT, Row, publish, read
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
 from experiments.report.content import Headline, headlines_of
+from experiments.report.peers import EXPECTED, missing, peer_of
 from experiments.report.results import by_run, family, number
 from experiments.report.scoreboard import scoreboard
 from tests.experiments.harness import tiny
 
 # The first page: headlines with number, device and date, a line for each experiment, and no more than is read in a minute.
-
 REPORTS = ROOT / "reports"
 PAGE = (REPORTS / "README.md").read_text()
 MOST_BYTES, HEADLINES = 12_000, 10
@@ -218,3 +224,61 @@ def test_plots_leave_gaps_and_survive_no_values():
 def test_lines_of_a_table_fit_its_columns():
     with pytest.raises(ValueError, match="2 cells under 3 columns"):
         pages.Table("A table", ["name", "a", "b"], [["one", "1", "2"], ["two", "3"]])
+
+
+def peer_row(method, metric, value=1.0, setting="128 rows", device="cpu"):
+    return Row(experiment="linear", table="torchao/quick/layer", setting=setting, method=method, metric=metric, value=value,
+               unit="", device=device, seed=0)  # fmt: skip
+
+
+def lines(*rows):
+    return [line for line in missing({"linear": rows}).lines if line[0] == "linear"]
+
+
+def test_a_peer_without_a_value_is_listed_with_its_reason():
+    absent = peer_row("torchao int8wo", "status: missing: torchao is not installed")
+    command = "`ao-lab reproduce linear --scale quick --device cpu --changed`"
+    assert lines(absent) == [
+        ["linear", "torchao", "torchao, quick", "cpu", "1", "1", "missing: torchao is not installed", command]
+    ]
+    other = [peer_row("torchao int4wo", "time", 2.0), peer_row("torchao int4wo", "status: ok")]
+    assert lines(absent, *other)[0][4:6] == ["1", "2"]
+    assert lines(*other) == []
+
+
+def test_a_later_value_of_the_same_comparison_counts():
+    assert (
+        lines(
+            peer_row("torchao int8wo", "status: not run: the time was over"),
+            peer_row("torchao int8wo", "time"),
+        )
+        == []
+    )
+
+
+def test_an_expected_peer_without_any_row_is_listed():
+    (line,) = lines(peer_row("int8", "time"))
+    assert (line[1], line[4], line[6]) == ("torchao", "all", "not run")
+    assert {line[0] for line in missing({}).lines} == {one.experiment for one in EXPECTED}
+
+
+def test_times_that_a_cpu_does_not_measure_are_no_missing_comparison():
+    assert lines(peer_row("torchao int8wo", "status: not run: times are of a GPU at full scale")) == []
+
+
+def test_conventions_of_others_are_our_code():
+    assert peer_of(peer_row("quantize.torchao.nf4", "time")) == ""
+    assert peer_of(peer_row("torchao.nf4", "time")) == ""
+    assert peer_of(peer_row("after_torchao", "time")) == ""
+    assert peer_of(peer_row("ours", "time", setting="torchao")) == "torchao"
+    assert peer_of(peer_row("2:4, cuSPARSELt searched", "time")) == "cuSPARSELt"
+
+
+def test_commands_are_taken_by_the_command_line():
+    group = typer.main.get_command(app)
+    for one in EXPECTED:
+        assert one.experiment in EXPERIMENTS
+        if one.command.startswith("ao-lab "):
+            _, name, *words = shlex.split(one.command)
+            command = group.get_command(group.make_context("ao-lab", [name], resilient_parsing=True), name)
+            assert command.make_context(name, words).params["tables"] == [one.experiment]

@@ -1,12 +1,18 @@
-"""Ranges of rows on torch's threads: all of them once, errors, and other threads where torch has no OpenMP runtime of GNU's."""
+"""Ranges of rows on torch's threads: all of them once, errors, and other threads where torch has no OpenMP runtime of GNU's.
+
+What the CPU has, as torch was left it: the environment decides in a fresh process.
+"""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
 from fast.cpu import threads
+from fast.cpu.capability import CpuCapability, cpu_capability
 from tests.support.runs import forks
 
 ELEMENTS = 8 * threads.WORTH
@@ -87,3 +93,34 @@ def test_a_forked_process_has_threads_of_its_own():
     """GNU's runtime would wait for the parent's."""
     done = forks.python("-c", FORK, server="interpreter")
     assert done.returncode == 0, done.stderr
+
+
+CODE = "from fast.cpu.capability import cpu_capability; print(cpu_capability())"
+
+
+def printed(**environment):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.nightly
+def test_this_machine():
+    assert printed() == str(cpu_capability())
+
+
+def test_instructions_that_users_take_away_are_not_there():
+    found = printed(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
+    assert found.startswith(("DEFAULT", "NO AVX"))
+    if not cpu_capability().instructions.startswith("SVE"):
+        assert found.endswith("none in bfloat16, float16, int8, AMX")
+
+
+def test_a_line_for_people():
+    have = CpuCapability(instructions="AVX512", bfloat16=True, float16=False, int8=True, amx=False)
+    assert str(have) == "AVX512; fast matmuls in bfloat16, int8; none in float16, AMX"

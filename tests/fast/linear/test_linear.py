@@ -18,7 +18,7 @@ from reference import SCHEMES, Scheme
 from reference.arrays.bridges import to_numpy
 from reference.matmul.linear import transposed
 from reference.schemes.schemes import scheme_of
-from tests.support.chosen import launch_for, rows_fused
+from tests.support.family_times import launch_for, rows_fused
 
 # One of each kind: rows, tensor, groups, rectangles, zero points as codes and values, two levels, flat blocks, odd bits.
 KINDS = ("int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int4_g32", "int4_g32_asymmetric", "int3_g32",

@@ -29,7 +29,7 @@ from tests.gpu.harness.products import s8_gemm
 from tests.gpu.harness.subject import Asked, Check, differs, in_threads
 from tests.gpu.harness.timing import Call, several
 from tests.gpu.linear.family import Family, Problem, by_torch, dense_weights, numbers, small_bias
-from tests.support import chosen
+from tests.support import family_times
 from tests.support import linear_cases as cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -142,7 +142,7 @@ def bit_peers(scheme: str, shape: Shape, held: list[Any]) -> Callable[[Any], dic
 
     def older(x: torch.Tensor, w: Quantized) -> Any:
         with mock.patch.object(host, "launch_for", return_value=None):
-            y = chosen.linear(x, w, device=None)
+            y = family_times.linear(x, w, device=None)
         return torch.nn.functional.linear(x, fast.dequantize(w, x.dtype)) if y is None else y
 
     return lambda x: {"bf16": by_torch(dense, x), "older": [partial(older, x, w) for w in held]}

@@ -1,9 +1,26 @@
-"""Programs in forks end, print and fail as those of an interpreter of their own do."""
+"""Programs in forks end, print and fail as those of an interpreter of their own do.
+
+The records that stand for all others: nothing that decides which code runs is missing among them.
+"""
 
 import signal
+from collections.abc import Collection
 
 import pytest
 
+from reference import SCHEMES
+from reference.schemes.schemes import Scale, Scheme
+from tests.support.record_samples import (
+    FIELDS,
+    KINDS,
+    NAMES,
+    PAIRS,
+    STRUCTURES,
+    covering,
+    kinds_of,
+    sampled,
+    values_of,
+)
 from tests.support.runs import forks
 
 
@@ -46,3 +63,81 @@ def test_files_modules_and_variables(tmp_path):
 
 def test_a_program_that_hangs_is_ended():
     assert forks.python("-c", "import time; time.sleep(60)", timeout=1).returncode == -signal.SIGALRM
+
+
+def scales_in(names: Collection[str]) -> list[Scale]:
+    return [part for name in names for part in (SCHEMES[name].scale, SCHEMES[name].outer) if part]
+
+
+def rules_in(names: Collection[str]) -> dict[str, set[object]]:
+    """What the sample must have of `SCHEMES`, read from the records themselves."""
+    records: list[Scheme] = [SCHEMES[name] for name in names]
+    scales, zeros = scales_in(names), [record.zero for record in records if record.zero]
+    return {
+        "element": {record.element for record in records},
+        "rounding": {(record.rounding, record.overflow) for record in records},
+        "scale rule": {(scale.rule, scale.compute, scale.stored, scale.statistic) for scale in scales},
+        "block": {"rows" if scale.block == -1 else type(scale.block).__name__ for scale in scales},
+        "named block": {str(scale.block)[:4] for scale in scales if isinstance(scale.block, str)},
+        "partial block": {scale.partial for scale in scales},
+        "storage": {scale.storage for scale in scales},
+        "floor": {scale.floor and (scale.floor[0], isinstance(scale.floor[1], str)) for scale in scales},
+        "zero point": {(zero.rule, zero.storage) for zero in zeros}
+        | {record.zero is None for record in records},
+        "second level": {(record.outer is None, record.outer_order, record.codes_from) for record in records},
+        "scaling": {(record.apply, record.arithmetic) for record in records},
+        "special values": {(record.nan, record.negative_zero) for record in records},
+        "dequantization": {record.dequantize for record in records},
+    }
+
+
+def test_every_structure_is_sampled():
+    assert {values_of(name) for name in STRUCTURES} == {values_of(name) for name in NAMES}
+    assert rules_in(STRUCTURES) == rules_in(NAMES)
+    assert len(STRUCTURES) < len(NAMES) / 2
+
+
+def pairs_in(names: Collection[str]) -> set[frozenset[object]]:
+    return {frozenset((a, b)) for name in names for a in values_of(name) for b in values_of(name)}
+
+
+def test_every_pair_of_values_is_sampled():
+    assert pairs_in(PAIRS) == pairs_in(NAMES)
+    assert rules_in(PAIRS) == rules_in(NAMES)
+
+
+def test_every_value_of_every_field_is_sampled():
+    every = frozenset().union(*(values_of(name) for name in NAMES))
+    assert frozenset().union(*(values_of(name) for name in FIELDS)) == every
+    for what in ("element", "rounding", "storage", "named block", "partial block", "zero point"):
+        assert rules_in(FIELDS)[what] == rules_in(NAMES)[what]
+    assert {scale.rule for scale in scales_in(FIELDS)} == {scale.rule for scale in scales_in(NAMES)}
+
+
+def test_every_kind_is_sampled():
+    assert frozenset().union(*map(kinds_of, KINDS)) == frozenset().union(*map(kinds_of, NAMES))
+
+
+def test_numbers_make_no_structure():
+    """Sizes of blocks and bits of integers do not, a name in a number's place, the kind of a block and a zero point do."""
+    assert values_of("int2_g32") == values_of("int6_g256")
+    assert values_of("fp8_rowwise") == values_of("fp8_rowwise_e5m2")
+    for one, other in (
+        ("int4_g32", "int4_g32_asymmetric"),
+        ("fp8_tensorwise", "fp8_rowwise"),
+        ("mxfp4", "mxfp4_rceil"),
+        ("mxfp4", "mxint8"),
+        ("torchao.int8_g32", "torchao.int6_g32"),
+        ("ternary_g32", "stretched2_g32"),
+    ):
+        assert values_of(one) != values_of(other)
+
+
+def test_those_outside_a_sample_are_marked():
+    given = sampled({"mxfp4"}, ["mxfp4", "nvfp4"])
+    assert given == ["mxfp4", pytest.param("nvfp4", marks=pytest.mark.nightly)]
+
+
+def test_covering_leaves_out_what_adds_nothing():
+    features = {"a": {1}, "b": {1, 2}, "c": {3}}
+    assert covering(lambda name: frozenset(features[name]), features) == ["b", "c"]

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from tests.support.models import small_llama
+from tests.support.models import hf_models
 
 #: Names, and what each has that the others lack.
 KINDS = ("llama", "qwen2", "qwen3", "gemma3")
@@ -30,7 +30,7 @@ def save_lm(path, kind="llama", *, tied=False, seed=0, **fields):
     transformers.utils.logging.disable_progress_bar()
     model = getattr(transformers, class_name)(config).to(torch.bfloat16).eval()
     model.save_pretrained(path)
-    tokenizer = small_llama.tokenizer()
+    tokenizer = hf_models.tokenizer()
     if kind == "gemma3":
         _begin(path, tokenizer)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -17,7 +17,7 @@ from tests.ao_lab.checkpoint.formats.folders.published_layouts import (
     bitsandbytes_weight,
     gptq_layer,
 )
-from tests.support.models.small_llama import save_llama
+from tests.support.models.hf_models import save_llama
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -7,7 +7,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab import QuantizedTensor, SchemeConfig
-from tests.support.models.small_llama import tokenizer
+from tests.support.models.hf_models import tokenizer
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")

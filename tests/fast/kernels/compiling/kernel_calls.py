@@ -33,7 +33,7 @@ from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
 from reference.training.grouped import padded_rows
-from tests.support import chosen
+from tests.support import family_times
 
 KERNELS = Path(fast.kernels.__file__).parent
 BIG = (16384, 4096)
@@ -229,7 +229,7 @@ def weight(name, shape):
 
 def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
     added = empty(shape[:1], dtype) if bias else None
-    return chosen.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
+    return family_times.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
 
 
 def pair(name, dtype="bfloat16", shape=(4096, 4096)):

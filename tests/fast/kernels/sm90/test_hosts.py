@@ -25,7 +25,7 @@ from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import cuda, hopper
 from tests.gpu.sparsity.cases import as_tensors, exact_case
-from tests.support.chosen import launch_for, rows_fused
+from tests.support.family_times import launch_for, rows_fused
 
 BF16 = torch.bfloat16
 INT4 = sparse_variants.Form(128, False, False)

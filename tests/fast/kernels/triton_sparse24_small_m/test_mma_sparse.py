@@ -1,25 +1,29 @@
 """`triton_sparse24_small_m_kernel`, lane by lane: every kept code meets the input that its index names, and its scale.
 
 Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
+
+The assembly of `triton_sparse24_small_m_kernel`: what all codes and all indices become, in the PTX emulator.
 """
 
 import itertools
 import platform
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import reference
+from fast.kernels.triton_sparse24_small_m import arrange, host, mma_sparse
+from fast.kernels.triton_sparse24_small_m.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
+from fast.kernels.triton_sparse24_small_m.host import Tiling
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity.cases import exact_case, random_case
+from tests.emulator.gluon_lanes import Pointer, sparse_body
+from tests.emulator.ptx_opcodes import run
+from tests.gpu.sparsity.cases import exact_case, metadata_of, random_case
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
-
-from fast.kernels.triton_sparse24_small_m import arrange, host, mma_sparse
-from fast.kernels.triton_sparse24_small_m.host import Tiling
-from tests.emulator.gluon_lanes import Pointer, sparse_body
 
 #: Rows of inputs, rows and columns of the weight, columns of a scale, and tiles: whole and cut, one and several of each.
 CASES = [
@@ -98,3 +102,46 @@ def test_sums_of_other_numbers_are_within_the_bound(shape):
     allowed = reference.linear_error_bound(case.x, w, case.bias)
     assert (abs(made - wanted) <= allowed).all()
     assert (abs(made - wanted) > allowed / 1000).any()
+
+
+KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+#: Lanes of four, and random words.
+LANES = np.arange(4096, dtype=np.uint32) % 4
+
+
+def decoded(kind, codes, metadata):
+    """Registers of the four instructions and their indices: codes (row, word, lane), metadata (row, word, lane)."""
+    place = [np.array(BYTES)[LANES // 2], np.array(DOWN)[LANES % 2], np.array(UP)[LANES % 2], LANES]
+    given = [*codes.reshape(4, -1), *metadata.reshape(8, -1), *place]
+    made = run(decode_asm(kind), DECODE_OPERANDS, [v.astype(np.uint32) for v in given])
+    return np.stack(made[:16]).reshape(4, 4, -1), np.stack(np.broadcast_arrays(*made[16:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_codes_in_all_places(kind):
+    """Register 2 i + r of instruction 2 u + h has byte 2 h + i of word u of row r, the low half first, as exact numbers."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (2, 2, len(LANES)), np.uint32)
+    made, _ = decoded(kind, words, np.zeros((2, 4, len(LANES)), np.uint32))
+    for u, h, i, r in itertools.product(range(2), repeat=4):
+        byte = words[r, u] >> np.uint32(8 * (2 * h + i)) & np.uint32(255)
+        assert len(set(byte)) == 256
+        halves = (
+            np.ascontiguousarray(made[2 * u + h, 2 * i + r])
+            .astype(np.uint32)
+            .view(KINDS[kind])
+            .reshape(-1, 2)
+        )
+        wanted = np.stack([(byte & 15 ^ 8).astype(int) - 8, (byte >> 4 ^ 8).astype(int) - 8], -1)
+        assert (halves.astype(int) == wanted).all()
+        assert not np.signbit(halves[wanted == 0]).any()
+
+
+def test_indices_of_four_lanes():
+    """Place t' of each half of the four words, word 0's half for instructions 0 and 1; row g low, row g + 8 high."""
+    stored = [metadata_of(np.random.default_rng(seed), len(LANES), 128).view("<u4").T for seed in (1, 2)]
+    _, made = decoded("bf16", np.zeros((2, 2, len(LANES)), np.uint32), np.stack(stored))
+    for at, row, t in itertools.product(range(4), range(2), range(4)):
+        half = np.uint32(16 * (at // 2))
+        wanted = stored[row][t] >> half >> (4 * LANES) & np.uint32(15)
+        assert (made[at] >> np.uint32(16 * row + 4 * t) & np.uint32(15) == wanted).all()
