@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
 
 import ao_lab  # noqa: E402
-from docs import api, docstrings, figures, generate, links  # noqa: E402
+from docs import api, docstrings, generate  # noqa: E402
 
 generate.write(HERE / "generated")
 
@@ -57,7 +57,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,  # that page has scripts of other hosts
     "show_signature": False,
     "plot_gallery": True,
-    "image_scrapers": (figures.scrape,),
+    "image_scrapers": (generate.scrape,),
 }
 
 html_theme = "pydata_sphinx_theme"
@@ -87,4 +87,4 @@ if "DOCS_VERSIONS_URL" in os.environ:
 def setup(app: object) -> None:
     """Docstrings are Markdown; what they name becomes a link where it has a place on a page."""
     docstrings.connect(app, api.places())
-    links.connect(app)
+    generate.connect(app)

@@ -1,9 +1,20 @@
-"""What the site takes from code and results: API pages, tables, pictures; ``docs/conf.py`` writes them first."""
+"""What the site takes from code and results: API pages, tables, pictures; ``docs/conf.py`` writes them first.
+
+Links to results: in the repository they lead to ``reports/NAME.md``, on the site to a copy of the report's own page.
+
+The figure of a step of an example, which sphinx-gallery puts below its code.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
+from sphinx_gallery.scrapers import figure_rst
+
+from ao_lab.plot import save
 from docs import api, numerics, training
 
 
@@ -25,3 +36,47 @@ def put(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+REPORTS = Path(__file__).resolve().parents[1] / "reports"
+LINK = re.compile(r"\]\((?:\.\./)+reports/([\w-]+)\.md(?:#[\w-]+)?\)")
+#: What of the reports is not part of the site: rows, and the same pages as Markdown.
+LEFT = ("data", "gpu", "*.md", ".lock")
+
+
+def connect(app: Any) -> None:
+    """Rewrite links as pages are read, and copy the reports when they are written."""
+    app.connect("source-read", rewrite)
+    app.connect("build-finished", copy)
+
+
+def rewrite(app: Any, name: str, content: list[str]) -> None:
+    """Links of one page; ValueError where there is no such report."""
+    up = "../" * name.count("/")
+    content[0] = LINK.sub(lambda found: f"](reports:{up}reports/{page(found[1], name)})", content[0])
+
+
+def page(name: str, source: str) -> str:
+    """The page of a report; one that is Markdown alone is on the first. ValueError for none, with who links it."""
+    if not (REPORTS / f"{name}.md").exists():
+        raise ValueError(f"docs/{source}.md has a link to reports/{name}.md, which is not there")
+    name = name if (REPORTS / f"{name}.html").exists() else "index"
+    return f"{name}.html"
+
+
+def copy(app: Any, error: Exception | None) -> None:
+    """Pages, figures and scripts of the reports beside the site."""
+    if error is None and app.builder.format == "html":
+        shutil.copytree(
+            REPORTS, Path(app.outdir) / "reports", ignore=shutil.ignore_patterns(*LEFT), dirs_exist_ok=True
+        )
+
+
+def scrape(block: Any, variables: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Save what the step has called `figure`, once, and return the markup that shows it."""
+    figure = variables["example_globals"].pop("figure", None)
+    if figure is None:
+        return ""
+    path = next(variables["image_path_iterator"])
+    save(figure, path)
+    return figure_rst([path], settings["src_dir"])

@@ -20,10 +20,9 @@ stays what it was to the precision of the weights that are divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -289,6 +288,3 @@ def _scaled_gain(weight: nn.Parameter, offset: float, factors: torch.Tensor) -> 
     good = (old != 0) & (rounded != 0) & rounded.isfinite()
     weight.data.copy_(torch.where(good, new, weight.data))
     return torch.where(good, rounded / torch.where(good, old, 1), 1.0)
-
-
-Scaling = Callable[[Pair], Any]

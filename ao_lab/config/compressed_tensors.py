@@ -386,10 +386,3 @@ def _why(inputs: Scheme) -> str:
     if inputs.format.kind == "int":
         return f"loaders scale inputs by {inputs.scale.target:g}, without zero points, in the input's dtype"
     return "loaders compute the scale in the input's dtype, and divide by it"
-
-
-def leaf_configs(config: Any) -> list[Any]:
-    """A configuration, or those that `FqnToConfig` names."""
-    if hasattr(config, "fqn_to_config"):
-        return [one for one in config.fqn_to_config.values() if one is not None]
-    return [config]

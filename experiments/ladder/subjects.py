@@ -23,7 +23,6 @@ from experiments.models.hstu import DLRM_V3, HSTU, TINY, HSTUConfig
 FREE = 8e9
 #: Tokens in the cache before the steps that are timed, and how many steps there are.
 CONTEXT, STEPS = 1024, 32
-SAMPLED = "image"
 
 
 @dataclass(frozen=True, kw_only=True)

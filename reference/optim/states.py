@@ -64,10 +64,6 @@ _decode: Callable[..., Any] = inspect.unwrap(decode)
 _encode: Callable[..., Any] = inspect.unwrap(encode)
 
 
-#: float32 with three fraction bits, to which scaled moments are rounded stochastically.
-E8M3 = "e8m3"
-
-
 @dataclass(frozen=True, kw_only=True)
 class State:
     """How a moment is stored. ValueError for a transform that does not exist."""

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs import api, docstrings, links, numerics  # noqa: E402
+from docs import api, docstrings, generate, numerics  # noqa: E402
 from docs.topics import TOPICS, names  # noqa: E402
 
 ON_PAGES = [name for topic in TOPICS.values() for name in names(topic)]
@@ -85,10 +85,10 @@ def test_every_record_is_on_its_page_and_drawn(monkeypatch):
 
 def test_links_to_reports():
     content = ["[a](../../reports/ptq.md) [b](../reports/limits.md#x)"]
-    links.rewrite(None, "guides/quantize", content)
+    generate.rewrite(None, "guides/quantize", content)
     assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/index.html)"]
     with pytest.raises(ValueError, match=r"reports/none\.md, which is not there"):
-        links.rewrite(None, "faq", ["[a](../reports/none.md)"])
+        generate.rewrite(None, "faq", ["[a](../reports/none.md)"])
 
 
 # Every function of arrays states its contract.

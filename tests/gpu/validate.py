@@ -53,7 +53,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "models.quantize": ("quantize",),
     "models.checkpoints": ("checkpoints",),
     "models.experts_decoding": ("experts_decoding",),
-    "models.distributed": ("distributed",),
     "models.torchtitan": ("torchtitan",),
 }
 #: Seconds after its time that a share has to end its last check.
@@ -65,7 +64,7 @@ NAMES = tuple(name for names in MODULES.values() for name in names)
 SHARES = {
     "triton_small_m": 8, "sm90_w4a16_gemv": 4, "sm90_w4a16_gemm": 4, "sm90_sparse24_gemm": 8, "sm90_sparse24_w4a16_gemv": 4,
     "pairs": 5, "layers": 8, "expert_layers": 6, "dynamic_inputs": 8, "training_operands": 16, "training_steps": 6,
-    "sparse_training": 4, "layer_gradients": 8, "cusparselt": 4, "gptq": 1, "calibration_memory": 1, "distributed": 1,
+    "sparse_training": 4, "layer_gradients": 8, "cusparselt": 4, "gptq": 1, "calibration_memory": 1,
 }  # fmt: skip
 TWO = 2
 #: Subjects whose shares take longest, which begin first; all others begin in the order of MODULES.

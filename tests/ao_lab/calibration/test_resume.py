@@ -87,10 +87,6 @@ def test_static_scales_are_kept(tmp_path):
     assert weights(again)["blocks.0.one.weight"].input_scale is not None
 
 
-def other_data():
-    return {"calibration": inputs(seed=3)}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -15,8 +15,8 @@ from typing import Any
 
 #: Formats that may quantize inputs there.
 ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
-#: Of a rule's `inputs`: whatever there is, and some quantization.
-ANY, SOME = "any", "some"
+#: Of a rule's `inputs`: whatever there is.
+ANY = "any"
 Fields = Mapping[str, tuple[Any, ...]]
 
 SYMMETRIC: Fields = {"symmetric": (True,)}

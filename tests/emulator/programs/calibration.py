@@ -1,8 +1,9 @@
-"""Kernels of calibration against the torch operations that they stand for.
+"""Kernels of calibration on CPU tensors in Triton's interpreter, bit for bit.
 
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration hqq|searched|signround
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration columns|candidates [day]
 
-day: few schemes.
+The first compare with `reference.calibration`, the others with the torch operations that kernels stand for; day: few schemes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,159 @@ import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import gptq
+from fast.calibration import hqq as hqq_module
+from fast.calibration import search as search_module
+from fast.calibration import signround as signround_module
+from fast.calibration.hqq import hqq_on_device
 from fast.calibration.search import DeviceSearch
+from fast.calibration.signround import signround_on_device, signround_span
+from fast.kernels.calibration import candidates as candidates_kernel
 from fast.kernels.calibration import columns as kernel
+from fast.kernels.calibration import hqq as hqq_kernel
+from fast.kernels.calibration import signround as signround_kernel
 from fast.quantize.quantize import choose_scales, quantize
 from reference import SCHEMES, Scales, Scheme
+from reference.arrays.bridges import to_numpy
 from reference.arrays.namespace import namespace_of
-from reference.calibration.search import Search, has_steps
+from reference.calibration import signround as rule
+from reference.calibration.hqq import hqq
+from reference.calibration.search import Search, has_steps, search_scales
+from reference.calibration.signround import SignRoundState
 from reference.quantize.blocks import Blocks
+from reference.schemes.conventions import hqq_scheme
+
+#: Scheme, dtype of the weights, shape, whether their scales stay.
+SIGNROUND_CASES = (
+    ("int4_g32_asymmetric", torch.bfloat16, (24, 160), False),
+    ("int4_g128", torch.float32, (24, 256), True),
+    ("int8_rowwise", torch.float16, (24, 96), False),
+    ("mxfp4", torch.float32, (24, 160), False),
+    ("nvfp4", torch.bfloat16, (24, 160), False),
+    ("nf4", torch.float32, (24, 128), True),
+    ("nf4", torch.bfloat16, (24, 128), False),
+    ("mxint8", torch.float32, (24, 64), False),
+)
+
+
+def compare_signround() -> None:
+    """Compare values, codes, gradients and steps."""
+    launches: list[str] = []
+    for name in ("moved", "gradient", "step"):
+        setattr(signround_kernel, name, _counting(getattr(signround_kernel, name), name, launches))
+    signround_module.has_kernels = lambda x: True
+    for name, dtype, shape, stay in SIGNROUND_CASES:
+        launches.clear()
+        compare_step(name, dtype, shape, stay)
+        assert {"moved", "gradient", "step"} <= set(launches), (name, launches)
+        print(name, dtype)
+
+
+def compare_step(name: str, dtype: torch.dtype, shape: tuple[int, int], stay: bool) -> None:
+    """One scheme; a block of zeros, a weight past which its unit leads nowhere finite."""
+    rng, scheme = np.random.default_rng(len(name)), SCHEMES[name]
+    w = rng.standard_t(4, shape).astype(np.float32) * 0.05
+    w[3, :32] = 0
+    if dtype == torch.float32:
+        w[5, 3] = np.finfo(np.float32).max
+    tensor = torch.from_numpy(w).to(dtype)
+    factors = Blocks.of(shape, scheme.scale, -1).scale_shape
+    v = rng.uniform(-0.5, 0.5, shape).astype(np.float32)
+    v[7], v[8] = 0.5, -0.5
+    low, high = (rng.uniform(0.5, 1, factors).astype(np.float32) for _ in range(2))
+    scales = rule.signround_codes(to_numpy(tensor), v, low, high, scheme).scales if stay else None
+    state = SignRoundState(v, None, None) if stay else SignRoundState(v, low, high)
+    on_device = SignRoundState(*(None if part is None else torch.from_numpy(part) for part in state))
+    given = None if scales is None else signround_module.torch_of(scales)
+    span = None if stay or tensor.device.type == "cpu" else signround_span(tensor, scheme)
+    found = signround_on_device(tensor, on_device, scheme, given, span=span)
+    g = rng.standard_normal(shape).astype(np.float32)
+    g[2] = 0
+    values, vjp = rule.signround_quantize(to_numpy(tensor), *state, scheme, scales=scales)
+    assert_same_bits(found.result().values, values)
+    expected, gradients = vjp(g), found.gradients(torch.from_numpy(g))
+    stepped = signround_module.signround_step(on_device, gradients, 0.3, range_rate=0.1)
+    for ours, theirs in (
+        (gradients, expected),
+        (stepped, rule.signround_step(state, expected, 0.3, range_rate=0.1)),
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            if other is not None:
+                assert_same_bits(one, other)
+
+
+def _counting(call, name, launches):
+    def counted(*arguments, **named):
+        launches.append(name)
+        return call(*arguments, **named)
+
+    return counted
+
+
+#: Scheme, dtype of the weights, norm.
+SEARCH_CASES = (
+    ("int3_g64_asymmetric", torch.bfloat16, 2.0),
+    ("int3_g64_asymmetric", torch.float32, 3.0),
+    ("mxfp4", torch.bfloat16, 3.0),
+)
+
+
+def compare_searched() -> None:
+    """Compare scales and zero points; cubes choose others than squares."""
+    search_module.has_kernels = lambda x: True
+    launches, of_kernel, scales = [], candidates_kernel.best_candidates, []
+
+    def counted(*given, **named):
+        launches.append(1)
+        return of_kernel(*given, **named)
+
+    candidates_kernel.best_candidates = counted
+    rng = np.random.default_rng(1)
+    w = torch.from_numpy(rng.standard_t(4, (8, 128)).astype(np.float32) * 0.05)
+    weights = torch.from_numpy(np.exp(rng.standard_normal(128)))
+    for name, dtype, norm in SEARCH_CASES:
+        x = w.to(dtype)
+        found = search_module.search_scales_on_device(x, name, weights=weights, norm=norm)
+        expected = search_scales(to_numpy(x), name, weights=weights.numpy(), norm=norm)
+        assert_same_bits(found.scale, expected.scale)
+        if expected.zero is not None:
+            assert_same_bits(found.zero, expected.zero)
+        squares = search_scales(to_numpy(x), name, weights=weights.numpy())
+        scales.append(bool((expected.scale != squares.scale).any()))
+        print(name, dtype, norm)
+    assert len(launches) == len(SEARCH_CASES)
+    assert scales == [norm == 3 for _, _, norm in SEARCH_CASES]
+
+
+#: Bits, group, storage, dtype of the weights, options.
+HQQ_CASES = (
+    (4, 64, "float32", torch.float32, {}),
+    (3, 32, "float16", torch.float16, {"p": 0.5, "beta": 100.0}),
+    (2, 128, "bfloat16", torch.float32, {"steps": 3}),
+    (8, 256, "float32", torch.bfloat16, {"p": 1.0, "beta": 50.0}),
+)
+
+
+def compare_hqq() -> None:
+    """Compare zero points and codes; some programs have rows that do not exist.
+
+    Powers go through log2 and exp2 of NumPy here; on these weights their last bit decides nothing.
+    """
+    hqq_module.has_kernels = lambda x: True
+    launches = []
+    of_kernel = hqq_kernel.zero_points
+    hqq_kernel.zero_points = lambda *given: launches.append(1) or of_kernel(*given)
+    for bits, group, storage, dtype, options in HQQ_CASES:
+        scheme = hqq_scheme(bits, group, storage)
+        w = np.random.default_rng(bits).standard_t(4, (7, 256)).astype(np.float32) * 0.05
+        w[3] = 0
+        tensor = torch.from_numpy(w).to(dtype)
+        found = hqq_on_device(tensor, scheme, **options)
+        expected = hqq(to_numpy(tensor), scheme, **options)
+        assert_same_bits(found.zero, expected.zero)
+        assert_same_bits(found.codes, expected.codes)
+        print(scheme.name, storage, dtype)
+    assert len(launches) == len(HQQ_CASES)
+
 
 #: Blocks of so few columns: an interpreted column takes a tenth of a second.
 COLUMNS = 16
@@ -71,8 +218,14 @@ def compare_candidates(scheme: Scheme, dtype: torch.dtype, k: int) -> None:
             assert_same_bits(getattr(made, part), getattr(wanted, part))
 
 
+AGAINST_REFERENCE = {"hqq": compare_hqq, "searched": compare_searched, "signround": compare_signround}
+
+
 def main(what: str, day: str = "") -> None:
     """See the module text."""
+    if what in AGAINST_REFERENCE:
+        AGAINST_REFERENCE[what]()
+        return
     gptq.BLOCK = kernel.BLOCK = COLUMNS
     for name in BY_DAY if day else (*BY_DAY, *BY_NIGHT):
         scheme = narrow(SCHEMES[name])

@@ -75,4 +75,4 @@ def test_arrays():
 
 
 def test_the_kernel():
-    assert len(lines_of("hqq")) == 4
+    assert len(lines_of("calibration", "hqq")) == 4

@@ -35,7 +35,6 @@ WEIGHTS = (
     (37, 528),
     (256, 16),
 )
-ROWWISE = SCHEMES["fp8_rowwise"]
 
 
 @pytest.mark.parametrize("fast_sums", [False, True])

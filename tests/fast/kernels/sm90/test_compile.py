@@ -31,8 +31,6 @@ from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled, read, uses_in_flight
 from tests.fast.kernels.sm90.products import require_nvrtc
 
-NIGHTLY = pytest.mark.nightly
-
 
 def test_reports_are_read():
     good = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 168 registers"
