@@ -125,7 +125,7 @@ def encode(
         return None
     call = Call({"x": x, "words": words})
     call.allocate("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
-    element = element_of(fmt, rounding, overflow, hardware=not interpreted(), fours=True)
+    element = element_of(fmt, rounding, overflow, hardware=not interpreted(), fp4=True)
     count = x.numel()
     launch = CompiledLaunch(encode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
     call.launch(launch, ("x", "words", "codes"))

@@ -315,7 +315,7 @@ def columns_kernel(
         for i in tl.static_range(LENGTH):
             tl.store(y + (at + i * columns), narrow(v[i], SCHEME.dtype, False), mask=inside)
     elif OP.statistic:
-        largest = largest_of(v, LENGTH, SCHEME.house, SCHEME.has_ptx)
+        largest = largest_of(v, LENGTH, SCHEME.block_nan, SCHEME.has_ptx)
         tl.atomic_max(statistic, tl.max(largest, axis=0), sem="relaxed")
     else:
         g_outer = load_outer(outer, statistic, SCHEME, OP)
@@ -386,7 +386,7 @@ def rows_kernel(
             result += (narrow(v[i], SCHEME.dtype, False),)
         _store_words(y, at, inside, result)
     elif OP.statistic:
-        largest = tl.max(tl.max(largest_of(v, 4, SCHEME.house, SCHEME.has_ptx), axis=1), axis=0)
+        largest = tl.max(tl.max(largest_of(v, 4, SCHEME.block_nan, SCHEME.has_ptx), axis=1), axis=0)
         tl.atomic_max(statistic, largest, sem="relaxed")
     else:
         g_outer = load_outer(outer, statistic, SCHEME, OP)

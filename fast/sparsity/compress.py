@@ -2,7 +2,7 @@
 
 `compress_masked`: a masked weight, or its transpose, compressed for the kernel of `linear_sparse`: what products of training
 multiply by. It is `reference.compress` of the weight and its mask, whose metadata `fast.kernels.sm90_sparse24_gemm.arrange`
-puts in order; on a GPU in one kernel. Masks are bool, or bits (`fast.kernels.sm90_sparse24_gemm.bits`); `masked` gives the
+puts in order; on a GPU in one kernel. Masks are bool, or bits (`fast.kernels.sm90_sparse24_gemm.arrange`); `masked` gives the
 masked weight as it is.
 """
 
@@ -15,8 +15,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, is_traced, is_transformed, run, scale_parts
-from fast.kernels.sm90_sparse24_gemm.arrange import arrange
-from fast.kernels.sm90_sparse24_gemm.bits import OCTET, packed_shape, unpack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, arrange, packed_shape, unpack_bits
 from fast.ops import given_of, record_name, register
 from reference import Compressed, Scales, Scheme
 from reference.schemes.schemes import record_of

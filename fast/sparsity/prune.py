@@ -12,7 +12,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
-from fast.kernels.sm90_sparse24_gemm.bits import OCTET, pack_bits, packed_shape
+from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, pack_bits, packed_shape
 from fast.ops import register
 from fast.sparsity.compress import PRUNE
 from reference import Compressed
@@ -110,7 +110,7 @@ def prune_into(
     w: torch.Tensor, out: torch.Tensor, *, pattern: str = "2:4", transposable: bool = False
 ) -> torch.Tensor:
     """out, a bool tensor of w's shape, or uint8 of its bits: `prune(w, pattern=pattern)`, or `prune_transposable(w)`, is
-    written to it; bits as `fast.kernels.sm90_sparse24_gemm.bits` packs them.
+    written to it; bits as `fast.kernels.sm90_sparse24_gemm.arrange` packs them.
 
     On a GPU by their kernels without a copy where `out` is contiguous (bits: of 2:4 and floats, in rows of whole octets).
     Errors are theirs. Autograd sees the write.

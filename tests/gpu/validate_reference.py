@@ -100,10 +100,10 @@ def check_jax(report: dict[str, Any], seconds: float) -> None:
     import jax.numpy as jnp
 
     start = time.time()
-    house = [
+    names = [
         name for name in reference.SCHEMES if "." not in name and "int5" not in name and "int6" not in name
     ]
-    for name in house:
+    for name in names:
         if time.time() - start > seconds:
             break
         function = jax.jit(lambda v, name=name: parts(reference.quantize(v, name)))

@@ -42,7 +42,7 @@ SPARSITY = "tests/reference/sparsity/test_"
 TESTS = "tests/fast/kernels/"
 SM90 = TESTS + "sm90/test_"
 BITS = SM90 + "intn_small_m.py -k variants_give"
-SKINNY = SM90 + "w4a16_gemv.py -k '(variants_give and stream) or scales_of'"
+W4A16_GEMV = SM90 + "w4a16_gemv.py -k '(variants_give and stream) or scales_of'"
 DIRECT = SM90 + "w4a16_gemv.py -k 'variants_give and direct'"
 FACTORED = SM90 + "w4a16_gemv.py -k 'variants_give and elements'"
 MIXED = SM90 + "w4a16_gemm.py -k 'elements_of and (int4 or split or turns)'"
@@ -51,7 +51,7 @@ FACTORS = SM90 + "w4a16_gemm.py -k every_element"
 EXPERTS = SM90 + "w4a16_gemm_experts.py -k row_has_the_weight"
 DENSE = SM90 + "s8_gemm.py -k bits_of"
 SPARSE = SM90 + "sparse24_gemm.py -k bits_of"
-SPARSE_SKINNY = SM90 + "sparse24_w4a16_gemv.py -k variants_give"
+SPARSE_W4A16_GEMV = SM90 + "sparse24_w4a16_gemv.py -k variants_give"
 PAIR = SM90 + "sparse24_pair.py -k 'product_is or silu_of'"
 GATES = SM90 + "sparse24_pair.py -k sixteen_bit"
 # Kernels in Triton, in its interpreter.
@@ -205,14 +205,14 @@ KERNELS = [
     Mutation("scales of long groups begin anew", "fast/kernels/sm90_intn_small_m/load.cuh",
              "index / (GROUP / COLUMNS)", "index % (GROUP / COLUMNS)", BITS),
     Mutation("zero points are added", "fast/kernels/sm90_w4a16_gemv/decode.cuh",
-             "-offset - float(int(zeros << 16) >> 16)", "-offset + float(int(zeros << 16) >> 16)", SKINNY),
+             "-offset - float(int(zeros << 16) >> 16)", "-offset + float(int(zeros << 16) >> 16)", W4A16_GEMV),
     Mutation("rows of x are scaled after the bias", "fast/kernels/sm90_w4a16_gemv/sums.cuh",
              "v += bias_at(p.bias, p.bias_kind, row);",
-             "v += bias_at(p.bias, p.bias_kind, row) * (p.x_scale == nullptr ? 1.f : p.x_scale[token]);", SKINNY),
+             "v += bias_at(p.bias, p.bias_kind, row) * (p.x_scale == nullptr ? 1.f : p.x_scale[token]);", W4A16_GEMV),
     Mutation("every program has the first rows", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
-             "at = split * SHARE + i % SHARE", "at = i % SHARE", SKINNY),
+             "at = split * SHARE + i % SHARE", "at = i % SHARE", W4A16_GEMV),
     Mutation("lanes read columns of half of x", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
-             "* ring.pitch + at.lane / 8 * 16", "* ring.pitch + at.lane / 16 * 16", SKINNY),
+             "* ring.pitch + at.lane / 8 * 16", "* ring.pitch + at.lane / 16 * 16", W4A16_GEMV),
     Mutation("the last atom of unlike phases", "fast/kernels/sm90_w4a16_gemv/direct.cu",
              "(p.k / 64 - phase + PHASES - 1) / PHASES", "(p.k / 64) / PHASES", DIRECT),
     Mutation("e4m3 without its sign", "fast/kernels/sm90_w4a16_gemv/decode.cuh",
@@ -247,11 +247,11 @@ KERNELS = [
     Mutation("metadata of 16 bits by single lanes", "fast/kernels/sm90_sparse24_gemm/sm90_sparse24_gemm.cu",
              "(thread / 4 * 2 + thread % 2) * 8", "thread / 2 * 8", SPARSE),
     Mutation("codes of the high half a place too high", "fast/kernels/sm90_sparse24_w4a16_gemv/sm90_sparse24_w4a16_gemv.cu",
-             "0xC1C0C308u", "0xC1C8C308u", SPARSE_SKINNY),
+             "0xC1C0C308u", "0xC1C8C308u", SPARSE_W4A16_GEMV),
     Mutation("scales of bfloat16 as float16", "fast/kernels/sm90_sparse24_w4a16_gemv/sm90_sparse24_w4a16_gemv.cu",
-             "__uint_as_float(u32(half) << 16)", "__uint_as_float(u32(half) << 15)", SPARSE_SKINNY),
+             "__uint_as_float(u32(half) << 16)", "__uint_as_float(u32(half) << 15)", SPARSE_W4A16_GEMV),
     Mutation("every program writes the first rows", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",
-             "total(token, own), token, first, four)", "total(token, own), token, first, own)", SPARSE_SKINNY),
+             "total(token, own), token, first, four)", "total(token, own), token, first, own)", SPARSE_W4A16_GEMV),
     Mutation("silu of float16 by one part of log2(e)", "fast/kernels/sm90_sparse24_w4a16_gemv/gated.cuh",
              "  if constexpr (HALF) f = fmaf(v, -LOG2E_REST, f);\n", "", GATES, nightly=True),
     Mutation("a gate's rows have the other weight's sums", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",

@@ -8,7 +8,7 @@ the dense model load too, strictly: the mask is found again from what was loaded
 another pattern are an error there, as they are in `sparsify_`.
 
 The buffer of a mask, which is what a state_dict has, is bool of the weight's shape; with products="sparse_wgmma" uint8
-(out, ceil(in / 8)), the bits of that (`fast.kernels.sm90_sparse24_gemm.bits`, as `numpy.packbits`): an eighth of the memory. A
+(out, ceil(in / 8)), its bits (`fast.kernels.sm90_sparse24_gemm.arrange`, as `numpy.packbits`): an eighth of the memory. A
 state_dict with either one loads into both. The attribute `layer.sparse_mask` is bool always: the buffer where that is, else a
 copy, and so gives `get_buffer`: only the buffer (`layer.stored_mask`) can be written to. Nobody may average bits: leave buffers
 out of averaged models (`AveragedModel(use_buffers=False)`, torch's default).
@@ -50,7 +50,7 @@ from ao_lab.sparsity.training.masks import (
 from ao_lab.sparsity.training.products import PRODUCTS
 from ao_lab.transforms.layers import ConvertedModule
 from fast.dispatch import functional_transform
-from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import unpack_bits
 from fast.ops import once_differentiable
 from fast.sparsity.compress import masked
 from reference.sparsity.activation import squared_relu_24

@@ -1,6 +1,6 @@
 """Masks of weights in training, and weights that are set to zero by them; whole weights and shards of FSDP2.
 
-A mask is stored as bool, or as bits (`fast.kernels.sm90_sparse24_gemm.bits`) where the products read these: an eighth of the
+A mask is stored as bool, or as bits (`fast.kernels.sm90_sparse24_gemm.arrange`) where the products read these: an eighth of the
 memory.
 
 A mask is found from the whole weight, gathered where ranks have a shard each: rows of a shard would do for N:M along the last
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ao_lab.sparsity.plan import mask_of, most_kept, pruned_pattern
 from ao_lab.sparsity.training.config import SparseTrainingConfig
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, unpack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits, unpack_bits
 from fast.sparsity.compress import masked
 
 

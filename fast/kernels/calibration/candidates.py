@@ -45,7 +45,7 @@ def candidates_kernel(
     if SCHEME.has_outer:
         g = tl.load(outer + tl.zeros((1, 1), tl.int32))
         divisor_outer = g
-        if SCHEME.house:
+        if SCHEME.block_nan:
             divisor_outer = floored(g, SCHEME.outer)
     least = tl.full((P, 1), float("inf"), tl.float64)
     best = tl.zeros((P, 1), tl.int32)
@@ -53,7 +53,7 @@ def candidates_kernel(
     for c in range(0, candidates):
         s = tl.load(scale + at, mask=exists, other=1.0)
         e = s
-        if SCHEME.house and not SCHEME.power_of_two:
+        if SCHEME.block_nan and not SCHEME.power_of_two:
             e = floored(s, SCHEME.level)
         z = s
         if SCHEME.zero != "":

@@ -54,7 +54,7 @@ def columns_kernel(
     if SCHEME.has_outer:
         g = tl.load(outer + tl.zeros((1, 1), tl.int32))
         divisor_outer = g
-        if SCHEME.house:
+        if SCHEME.block_nan:
             divisor_outer = floored(g, SCHEME.outer)
     total = tl.zeros((P, 1), tl.float64)
     for j in range(0, count):
@@ -62,7 +62,7 @@ def columns_kernel(
         block = first + place // WIDTH
         s = tl.load(scale + block, mask=exists, other=1.0)
         e = s
-        if SCHEME.house and not SCHEME.power_of_two:
+        if SCHEME.block_nan and not SCHEME.power_of_two:
             e = floored(s, SCHEME.level)
         z = s
         if SCHEME.zero != "":

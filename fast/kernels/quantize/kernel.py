@@ -210,7 +210,7 @@ def _leave_statistic(tile, inside, statistic, block, exists, stride, SCHEME: tl.
     v = widened(tile, SCHEME.signs_nan)
     if OP.outer == "statistic":
         # Over all elements: one statistic, and in default schemes only finite ones count.
-        largest = tl.max(absmax(v, SCHEME.house, SCHEME.has_ptx), axis=0)
+        largest = tl.max(absmax(v, SCHEME.block_nan, SCHEME.has_ptx), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
     elif SCHEME.level.statistic == "absmax":
         tl.atomic_max(statistic + block, absmax(v, False, SCHEME.has_ptx), mask=exists, sem="relaxed")

@@ -115,8 +115,8 @@ def slopes_kernel(
     tl.store(y + at, passed_on(dy, lost, SCHEME.dtype), mask=inside)
     dy = widened(dy)
     value = unscaled(element_codes(v, d, o, z, drawn, SCHEME), z, SCHEME)
-    slopes = dy * _slope(v, value, lost, s, o, z, SCHEME)
-    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), SCHEME.has_ptx)
+    scale_grads = dy * _slope(v, value, lost, s, o, z, SCHEME)
+    _leave(dscale, part, exists, tl.where(belongs, scale_grads, 0.0), SCHEME.has_ptx)
     if SCHEME.zero == "value":
         _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), SCHEME.has_ptx)
     elif SCHEME.zero == "code":
@@ -207,7 +207,7 @@ def part_sums_kernel(parts, sums, rows, length, HAS_PTX: tl.constexpr, SIZE: tl.
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# Elements of a tile of parts, and of slopes in a thread: two sums and their terms are held at once.
+# Elements of a tile of parts, and of gradients of scales in a thread: two sums and their terms are held at once.
 PARTS_TILE = 2048
 PER_THREAD = 16
 POINTERS = ("x", "g", "words", "scale", "divisor", "outer", "zero", "y", "dscale", "dzero")

@@ -208,7 +208,7 @@ def scales_of(largest, SCHEME: tl.constexpr):
     """(what is stored, the scale, what elements are multiplied by) of patterns of largest magnitudes."""
     L: tl.constexpr = SCHEME.level
     if SCHEME.power_of_two:
-        stored = power_scale(largest, L, SCHEME.house)
+        stored = power_scale(largest, L, SCHEME.block_nan)
         scale = power_value(stored)
         factor = multiplier(scale, stored, scale, SCHEME)
     elif SCHEME.power_ratio:

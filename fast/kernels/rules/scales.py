@@ -120,9 +120,9 @@ def _floor_power(v, L: tl.constexpr):
 
 
 @triton.jit
-def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
+def ratio(largest, low, high, L: tl.constexpr, BLOCK_NAN: tl.constexpr):
     """The scale before it is rounded for storage, without any outer scale."""
-    statistic = _statistic(largest, low, high, L, HOUSE)
+    statistic = _statistic(largest, low, high, L, BLOCK_NAN)
     statistic = raised(statistic, "statistic", L)
     if L.statistic == "minmax_split":
         result = statistic
@@ -138,7 +138,7 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     result = _to_power(result, L)
     if L.ordinary:
         return result
-    elif HOUSE:
+    elif BLOCK_NAN:
         return float_of(tl.where(largest >= INFINITY, NAN, bits_of(result)))
     else:
         return float_of(tl.where(largest > INFINITY, NAN, bits_of(result)))
@@ -159,7 +159,7 @@ def _encoding(statistic, L: tl.constexpr):
 
 
 @triton.jit
-def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
+def _statistic(largest, low, high, L: tl.constexpr, BLOCK_NAN: tl.constexpr):
     if L.statistic == "absmax" or L.statistic == "absmax_elements":
         return float_of(largest)
     elif L.statistic == "minmax_split" and L.ordinary:
@@ -176,7 +176,7 @@ def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         return round_to_dtype(high - low, L.compute)
     else:
         width = canonical(rounded(high - low, L.compute))
-        if HOUSE:
+        if BLOCK_NAN:
             width = finite(width)
         return width
 
@@ -205,7 +205,7 @@ def _to_power(v, L: tl.constexpr):
 def outer_scale(largest, SCHEME: tl.constexpr):
     """The scale over all elements, from the pattern of their largest magnitude."""
     L: tl.constexpr = SCHEME.outer
-    b = bits_of(canonical(ratio(largest, None, None, L, SCHEME.house)))
+    b = bits_of(canonical(ratio(largest, None, None, L, SCHEME.block_nan)))
     if L.nonfinite is not None:
         b = tl.where(b >= INFINITY, L.nonfinite, b)
     if L.stored == "encode":
@@ -218,14 +218,14 @@ def exact_scale(largest, low, high, outer, SCHEME: tl.constexpr):
     """The block scale before storage rounding, relative to the outer scale if there is one; NaN canonical."""
     L: tl.constexpr = SCHEME.level
     if not SCHEME.has_outer:
-        return canonical(ratio(largest, low, high, L, SCHEME.house))
+        return canonical(ratio(largest, low, high, L, SCHEME.block_nan))
     elif SCHEME.outer_order == "folded":
         multiplier = rounded(outer * L.one_over_target, L.compute)
         return finite(canonical(rounded(float_of(largest) * multiplier, L.compute)))
     elif SCHEME.outer_order == "encode":
-        return canonical(outer * ratio(largest, low, high, L, SCHEME.house))
+        return canonical(outer * ratio(largest, low, high, L, SCHEME.block_nan))
     else:
-        result = ratio(largest, low, high, L, SCHEME.house)
+        result = ratio(largest, low, high, L, SCHEME.block_nan)
         return canonical(tl.div_rn(result, outer))
 
 
@@ -317,7 +317,7 @@ def averages(v, HAS_PTX: tl.constexpr):
 @triton.jit
 def averaged_scales(v, SCHEME: tl.constexpr):
     """Scales as the mean has them: in default schemes those of NaN blocks are left out."""
-    if SCHEME.house:
+    if SCHEME.block_nan:
         v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)
     return v
 
@@ -340,7 +340,9 @@ def quantize_groups(
     share = (count + tl.zeros((1, 1), tl.int32)).to(tl.float32) * OP.share
     mean = rounded(canonical(tl.div_rn(top, share)), L.compute)
     shifted = tl.where(inside, rounded(read(scales + at, inside) - mean, L.compute), 0.0)
-    result = canonical(ratio(absmax(shifted, SCHEME.house, SCHEME.has_ptx), None, None, L, SCHEME.house))
+    result = canonical(
+        ratio(absmax(shifted, SCHEME.block_nan, SCHEME.has_ptx), None, None, L, SCHEME.block_nan)
+    )
     tl.store(outer + group, result, mask=exists)
     scale_code = _codes(rounded(shifted * result, L.compute), SCHEME.level.storage_element)
     tl.store(codes + at, scale_code.to(tl.int8), mask=inside)

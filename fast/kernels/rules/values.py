@@ -78,7 +78,7 @@ def power_multiplier(scale, SCHEME: tl.constexpr):
 def _shifted(v, scale, random_bits, SCHEME: tl.constexpr):
     """v * 2**-e, rounded once."""
     if SCHEME.rounding == "nearest_even" and SCHEME.overflow == "saturate":
-        if SCHEME.house and SCHEME.kind == "float":
+        if SCHEME.block_nan and SCHEME.kind == "float":
             # Under a scale from outside an infinity counts as the largest float32.
             largest = float_of(tl.full((), LARGEST, tl.int32))
             v = tl.clamp(v, -largest, largest, propagate_nan=tl.PropagateNan.ALL)

@@ -85,16 +85,16 @@ def element_of(
     overflow: str = "saturate",
     *,
     hardware: bool = True,
-    fours: bool = False,
+    fp4: bool = False,
     thresholds: tuple[float, ...] | None = None,
 ) -> Element:
     """The constants of `encode` and `decode`. hardware: use the conversion instructions (not in the interpreter).
 
-    fours: and the `SEQUENCES`. thresholds: the largest value of each code of a codebook, where that is not the midpoint.
+    fp4: and the `SEQUENCES`. thresholds: the largest value of each code of a codebook, where that is not the midpoint.
     """
     over = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.infinity_code}.get(overflow, 0)
     beyond = over if over is not None else fmt.nan_code or 0
-    casts = SEQUENCES if fours else HARDWARE
+    casts = SEQUENCES if fp4 else HARDWARE
     fast = hardware and rounding == "nearest_even" and overflow == "saturate"
     low, high = fmt.integer_range if fmt.kind == "int" else (0, 0)
     name = ocp_name(fmt)
@@ -237,10 +237,10 @@ def _rule(
     zero = scheme.zero
     low, high = fmt.integer_range if fmt.kind == "int" else (0, 0)
     arithmetic = dtype if scheme.arithmetic == "input" else "float32"
-    house = scheme.nan == "block"
+    block_nan = scheme.nan == "block"
     overflow, nan = ("mark", "ieee") if marking else (scheme.overflow, scheme.nan)
     nearest = not marking and scheme.rounding == "nearest_even" and scheme.overflow == "saturate"
-    quick = house and scheme.codes_from == "stored"
+    quick = block_nan and scheme.codes_from == "stored"
     fast_path = ordinary_sequence(scheme, dtype) if ordinary else fast_path_of(scheme, nearest and hardware)
     thresholds = difference_thresholds(fmt, dtype) if ordinary and fmt.kind == "codebook" else None
     digits = {"int": "signed" if fmt.kind == "int" and fmt.signed else "unsigned", "stretched": "unsigned"}
@@ -260,18 +260,18 @@ def _rule(
         nan=nan, poison_code=scheme.poison_code, nan_code=None if marking else scheme.nan_code,
         negative_zero=scheme.negative_zero,
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
-        rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
+        rounding=scheme.rounding, overflow=overflow, block_nan=block_nan, finite_reciprocal=block_nan and not marking,
         max_bits=bits_of(fmt.limit),
         has_ptx=hardware, signs_nan=scheme.nan == "element", fast_path=fast_path,
         digits=digits.get(fast_path, "") if same is None else same.digits.value,
         under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme),
-        fast_values=hardware and house
+        fast_values=hardware and block_nan
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),
         ranged=fast_path == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary
         else is_ranged(scheme, fast_path),
         clamps=ordinary or not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
-        poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
+        poison_by_product=block_nan and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         fast_stochastic=hardware and not marking and is_fast_stochastic(scheme),
         pairs=has_pairs(scheme, dtype, fast_path) or (ordinary and has_single_pairs(scheme, dtype)) if same is None

@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90_sparse24_gemm.arrange import shape_of
-from fast.kernels.sm90_sparse24_gemm.bits import OCTET
+from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, shape_of
 from fast.kernels.sparsity.groups import bytes_by, kept_halves, split_fours, words_at
 from fast.kernels.sparsity.transposable import octet_of, turned, turned_columns
 from fast.launch.call import Call

@@ -183,7 +183,7 @@ def _tile(
     if OP.source == "given" and SCHEME.two_level:
         s = double_scale(scale, outer, zero, block, exists, SCHEME, "float32")
         divisor_outer, scale_code, prepared, z, e = g_outer, s, s, s, s
-        if SCHEME.house and SCHEME.codes_from != "exact" and not OP.exact:
+        if SCHEME.block_nan and SCHEME.codes_from != "exact" and not OP.exact:
             e = floored(s, SCHEME.level)
     elif OP.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, SCHEME)
@@ -242,7 +242,7 @@ def loaded_scales(scale, zero, outer, block, exists, SCHEME: tl.constexpr):
     """
     s = loaded_scale(read(scale + block, exists), SCHEME.level)
     e, divisor_outer = s, outer
-    if SCHEME.house and not SCHEME.power_of_two:
+    if SCHEME.block_nan and not SCHEME.power_of_two:
         e = floored(s, SCHEME.level)
         if SCHEME.has_outer:
             divisor_outer = floored(outer, SCHEME.outer)

@@ -121,7 +121,7 @@ def choose_scales(
     Without a zero point the last is the scale. Where ranges are known to hold zero (`SCHEME.ranged`), low and high need not.
     """
     if SCHEME.power_of_two:
-        scale_code = power_scale(largest, SCHEME.level, SCHEME.house)
+        scale_code = power_scale(largest, SCHEME.level, SCHEME.block_nan)
         s = power_value(scale_code)
         e = s
         prepared = s

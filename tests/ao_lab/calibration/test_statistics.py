@@ -15,7 +15,7 @@ from ao_lab.transforms.data import watching
 
 # Running statistics: the scales of everything seen, as `reference.choose_scales` gives them of all of it at once.
 
-#: One scale for all inputs, of every kind that the house and others have.
+#: One scale for all inputs, of every kind that we and others have.
 SCHEMES = [
     "int8_tensorwise", "int8_tensorwise_asymmetric", "int4_tensorwise_asymmetric", "int8_tensorwise_bf16",
     "int1_tensorwise", "fp8_tensorwise", "fp8_tensorwise_e5m2",
@@ -56,7 +56,7 @@ def watched(scheme, statistic, tensors):
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
-        # By day every scheme in one dtype, the house's in all.
+        # By day every scheme in one dtype, the default ones in all.
         pytest.param(scheme, dtype, marks=[pytest.mark.nightly] * ("." in scheme and dtype != torch.bfloat16))
         for scheme in SCHEMES
         for dtype in DTYPES

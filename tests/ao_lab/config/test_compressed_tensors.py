@@ -220,7 +220,7 @@ def test_an_outer_scale_of_a_power_of_two_always_survives():
     recipe = NVFP4WeightOnlyConfig().for_layout("compressed-tensors").recipe()
     assert recipe.weight == named("nvfp4_pow2")
     assert all(is_exact(weight, recipe) for weight in weights())
-    # The house's own does for most weights: what is tested here is no accident of one.
+    # The default scheme does for most weights: what is tested here is no accident of one.
     assert not all(is_exact(weight, Recipe(weight=SCHEMES["nvfp4"])) for weight in weights())
 
 

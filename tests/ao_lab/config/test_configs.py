@@ -120,7 +120,7 @@ def test_records_of_the_house_are_themselves():
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 7])
 def test_made_records_hold_zero_and_the_largest(bits):
-    """Records that the house has no name for obey its rules: no clipping, finite stays finite, zeros stay zeros."""
+    """Records without a name obey the rules of the default schemes: no clipping, finite stays finite, zeros stay zeros."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     for asymmetric in (False, True):
         scheme = integer_scheme(bits, 48, asymmetric)

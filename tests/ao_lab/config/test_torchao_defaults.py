@@ -161,7 +161,7 @@ def compare(stored: torch.Tensor, ours: ao_lab.QuantizedTensor, weight: torch.Te
 
 
 def nibbles_swapped(packed: torch.Tensor) -> torch.Tensor:
-    """torchao keeps the first of two codes of NF4 in the high bits, the house in the low ones."""
+    """torchao keeps the first of two codes of NF4 in the high bits, the default scheme in the low ones."""
     return (packed << 4) | (packed >> 4)
 
 

@@ -20,10 +20,10 @@ from ao_lab.tensor.metadata import PARTS, described, meta_from
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import STORED, same, specified, stored, weight
 
-HOUSE = sorted(name for name in SCHEMES if "." not in name)
+DEFAULTS = sorted(name for name in SCHEMES if "." not in name)
 
 
-@pytest.mark.parametrize("scheme", HOUSE)
+@pytest.mark.parametrize("scheme", DEFAULTS)
 def test_values_are_those_of_the_reference(scheme):
     for dtype in (torch.float32, torch.bfloat16):
         dense = weight(32, 512, dtype=dtype)

@@ -126,7 +126,7 @@ def conventions(part: str, *names: str) -> None:
 
 
 def record(name: str, base: str, scale: Any = None, **fields: Any) -> Scheme:
-    """A house record with other fields, of itself and of its scale."""
+    """A default scheme with other fields, of itself and of its scale."""
     made = SCHEMES[base]
     return replace(made, name=name, scale=replace(made.scale, **(scale or {})), **fields)
 

@@ -16,7 +16,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits, packed_shape
 from fast.kernels.sm90_sparse24_gemm.masked import compress_masked, keep
 from fast.kernels.sparsity import host as storage_host
 from fast.kernels.sparsity import transposable as transposable_host

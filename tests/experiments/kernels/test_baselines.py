@@ -5,12 +5,11 @@ import torch
 
 import reference
 from experiments.kernels import run
-from experiments.kernels.baselines import BASELINES, Baseline, calls_of, is_kernel, offers
+from experiments.kernels.baselines import BASELINES, Baseline, calls_of, is_kernel, offers, torchao_call
 from experiments.kernels.cases import CASES, convention_cases
 from experiments.kernels.expressions import expression
 from experiments.kernels.operations import LARGE
 from experiments.kernels.results import results_of
-from experiments.kernels.torchao_calls import torchao_call
 from experiments.runs.run import merged
 from tests.experiments.harness.tiny import SHAPE, measured, values_of
 

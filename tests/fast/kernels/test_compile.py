@@ -518,7 +518,7 @@ def test_views_at_an_odd_element_are_not_read_in_words(name, width):
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_four_bits_that_stay_bytes_are_read_in_words_as_well(name):
-    """The same for codes that are not packed: `fours` makes them from pairs too."""
+    """The same for codes that are not packed: `fp4` makes them from pairs too."""
     x = torch.zeros(64 * 512 + 1, dtype=torch.bfloat16)[1:].view(64, 512)
     machine = launched(lambda: quantizer.quantize(x, name, -1, None, None, False))[-1]
     assert machine.accesses("LDG").get(16, 0) > 0

@@ -33,9 +33,9 @@ def copy(monkeypatch):
 def test_a_renamed_format_has_the_same_constants(name):
     own = replace(FORMATS[name], name="own")
     for hardware in (False, True):
-        for fours in (False, True):
-            made = element_of(own, hardware=hardware, fours=fours)
-            assert made == element_of(FORMATS[name], hardware=hardware, fours=fours)
+        for fp4 in (False, True):
+            made = element_of(own, hardware=hardware, fp4=fp4)
+            assert made == element_of(FORMATS[name], hardware=hardware, fp4=fp4)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

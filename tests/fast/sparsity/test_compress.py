@@ -12,7 +12,7 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits, fill
 from fast import dispatch
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits
 from fast.sparsity import prune as module
 from fast.sparsity.prune import prune_into
 

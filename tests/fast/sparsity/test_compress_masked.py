@@ -10,8 +10,7 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
-from fast.kernels.sm90_sparse24_gemm.arrange import restore
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits, restore
 from fast.sparsity import compress as module
 from fast.sparsity.compress import DTYPES, compress_masked, masked
 from tests.gpu.sparsity.cases import masked_weights

@@ -1,6 +1,6 @@
 """What kernels are fed: difficult blocks for a record, random bits, subnormals, and all patterns of 16 bits.
 
-Arrays have `WIDTH` columns, which every block size of the house and of the conventions divides, and a multiple of 64 rows, so
+Arrays have `WIDTH` columns, which every block size of default schemes and conventions divides, and a multiple of 64 rows, so
 that one compiled kernel serves all of them. Where a scale reaches over many blocks (tensor-wide, or of a second level), blocks
 of like magnitude come in tensors of their own, or the largest would hide all others.
 """
@@ -136,7 +136,7 @@ def all_patterns(dtype: str) -> dict[str, Array]:
     }
 
 
-def house() -> list[str]:
+def default_schemes() -> list[str]:
     """Names of the schemes that are no convention of another project."""
     return [name for name in SCHEMES if "." not in name]
 

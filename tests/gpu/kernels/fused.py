@@ -20,7 +20,7 @@ from tests.gpu.harness.inputs import (
     REPRESENTATIVE,
     Array,
     all_patterns,
-    house,
+    default_schemes,
     normals,
     random_inputs,
 )
@@ -44,7 +44,9 @@ def fused_jobs(settings: Settings) -> list[Job]:
     made = [Job("both", n, "quantize_both", both_case, (n, i), 4.0) for i, n in enumerate(names)]
     made += [Job("rms_norm", n, "rms_norm_quantize", norm_case, (n, i), 4.0) for i, n in enumerate(names)]
     made += [Job("swiglu", n, "swiglu_quantize", swiglu_case, (n, i), 4.0) for i, n in enumerate(names)]
-    every = [name for name in house() if name not in REPRESENTATIVE][:: 1 if settings.fraction > 0.2 else 9]
+    every = [name for name in default_schemes() if name not in REPRESENTATIVE][
+        :: 1 if settings.fraction > 0.2 else 9
+    ]
     return made + [Job("both", f"{n} all", "quantize_both", plain_case, (n,), 1.0) for n in every]
 
 

@@ -1,4 +1,4 @@
-"""ao_lab.jax on a GPU: every house scheme eagerly, under jit, vmap and grad; memory shared with torch."""
+"""ao_lab.jax on a GPU: every default scheme eagerly, under jit, vmap and grad; memory shared with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 
-from tests.gpu.harness.inputs import REPRESENTATIVE, house, normals, random_inputs
+from tests.gpu.harness.inputs import REPRESENTATIVE, default_schemes, normals, random_inputs
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings, outcome
 
@@ -39,7 +39,7 @@ def jobs(settings: Settings) -> list[Job]:
     """Families "jax", "jax shapes" and "jax torch"; none where JAX is not installed."""
     if importlib.util.find_spec("jax") is None:
         return []
-    names = house() if settings.fraction > 0.2 else [n for n in REPRESENTATIVE if "." not in n][::3]
+    names = default_schemes() if settings.fraction > 0.2 else [n for n in REPRESENTATIVE if "." not in n][::3]
     made = [Job("jax", name, "quantize", scheme_case, (name, i), 8.0) for i, name in enumerate(names)]
     few = REPRESENTATIVE[:: 1 if settings.fraction > 0.2 else 6]
     made += [Job("jax shapes", name, "quantize", shape_case, (name,), 8.0) for name in few]

@@ -147,7 +147,7 @@ def with_scales(run: Run, text: str, x: Array, scheme: Any, scales: Any) -> None
 
 
 def rounding_case(run: Run, name: str, mode: str) -> None:
-    """A house scheme with another rounding mode; random words where it is stochastic, none where it is refused."""
+    """A default scheme with another rounding mode; random words where it is stochastic, none where it is refused."""
     scheme = replace(SCHEMES[name], name=f"{name}_{mode}", rounding=mode)
     for dtype in DTYPES:
         for kind, x in random_inputs(dtype, 64, seed=2):

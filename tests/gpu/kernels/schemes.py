@@ -18,7 +18,15 @@ import reference
 from ao_lab.testing.samples import fill
 from reference import FORMATS, SCHEMES, Quantized, Scales, Scheme
 from reference.formats.encode import MODES, OVERFLOWS
-from tests.gpu.harness.inputs import DTYPES, NUMPY, Array, all_patterns, house, normals, scheme_inputs
+from tests.gpu.harness.inputs import (
+    DTYPES,
+    NUMPY,
+    Array,
+    all_patterns,
+    default_schemes,
+    normals,
+    scheme_inputs,
+)
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings
 
@@ -41,7 +49,7 @@ def scheme_jobs(settings: Settings) -> list[Job]:
     ]
     made += [
         Job("patterns", f"{name} {dtype}", "quantize", pattern_case, (name, dtype))
-        for name in house()
+        for name in default_schemes()
         if name in every
         for dtype in ("bfloat16", "float16")
     ]

@@ -26,7 +26,7 @@ from reference.schemes.schemes import SCHEMES, Scheme, scheme_of
 from tests.support.bits import words
 from tests.support.edge_blocks import NUMPY_DTYPES
 
-HOUSE = sorted(name for name in SCHEMES if "." not in name)
+DEFAULTS = sorted(name for name in SCHEMES if "." not in name)
 DTYPES = tuple(NUMPY_DTYPES)
 EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 WORD = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
@@ -53,7 +53,7 @@ def finite_patterns(shape: tuple[int, ...], dtype: str, seed: int, exponents: tu
 exponent_ranges = st.sampled_from([(0, 255), (0, 0), (0, 3), (250, 255), (100, 140), (254, 255), (0, 127)])
 
 
-@pytest.mark.parametrize("name", HOUSE)
+@pytest.mark.parametrize("name", DEFAULTS)
 # NF4's scale rounds up beyond the largest float32 there.
 @example(seed=1, dtype="float32", exponents=(0, 255), out="float32")
 @settings(max_examples=15)
@@ -84,7 +84,7 @@ def block_mask(scheme: Scheme, place: tuple[int, int]) -> np.ndarray:
     return (rows // height == place[0] // height) & (columns // width == place[1] // width)
 
 
-@pytest.mark.parametrize("name", HOUSE)
+@pytest.mark.parametrize("name", DEFAULTS)
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32 - 1),

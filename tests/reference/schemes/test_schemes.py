@@ -193,7 +193,7 @@ DESIGN = [*FP8, *MX, "nvfp4", "int8_tensorwise", "int8_rowwise", "int8_rowwise_a
 INTEGERS = [
     f"int{b}_g{g}{s}" for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128, 256) for s in ("", "_asymmetric")
 ]
-HOUSE = sorted(name for name in SCHEMES if "." not in name)
+DEFAULTS = sorted(name for name in SCHEMES if "." not in name)
 
 
 @pytest.mark.parametrize("name", [*DESIGN, *INTEGERS, *STRETCHED])
@@ -203,7 +203,7 @@ def test_every_scheme_of_the_design_exists(name):
     assert repr(SCHEMES[name]) == f"Scheme({name})"
 
 
-@pytest.mark.parametrize("name", HOUSE)
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_default_rules(name):
     """No deviations; scales that cannot be zero; reciprocals; specials stay in their block."""
     scheme = SCHEMES[name]
@@ -218,12 +218,12 @@ def test_default_rules(name):
     assert scheme.scale.compute == "float32"
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(HOUSE)))
+@pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(DEFAULTS)))
 def test_conventions_name_their_project(name):
     assert name.split(".")[0] in ("torchao", "te", "compressed_tensors", "hqq")
 
 
-@pytest.mark.parametrize("name", HOUSE)
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_targets_are_limits_of_the_element(name):
     scheme = SCHEMES[name]
     fmt = FORMATS[scheme.element]

@@ -11,7 +11,7 @@ import reference
 from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import api, masks, products
 from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits
 from fast.sparsity import compress, prune
 
 # Counts of steps: read from their buffers when the host cannot know them, and not else.

@@ -12,7 +12,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast import dispatch
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits
 from fast.kernels.sm90_sparse24_gemm.masked import compress_masked, keep
 from fast.sparsity import compress as public
 from tests.fast.kernels.compiling.kernel_compiler import launched

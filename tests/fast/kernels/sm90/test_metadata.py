@@ -5,8 +5,15 @@ import pytest
 import torch
 
 import fast
-from fast.kernels.sm90_sparse24_gemm.arrange import arrange, count_undefined, restore, shape_of
-from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape, unpack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import (
+    arrange,
+    count_undefined,
+    pack_bits,
+    packed_shape,
+    restore,
+    shape_of,
+    unpack_bits,
+)
 
 CHOICES = torch.tensor([0b0100, 0b1000, 0b1001, 0b1100, 0b1101, 0b1110], dtype=torch.uint8)
 
