@@ -16,7 +16,7 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.models import causal_lm
 from experiments.models.causal_lm import linears, of_folder
-from tests.support.models.small_lms import KINDS, save_lm
+from tests.support.models.hf_models import ARCHITECTURES, save_lm
 
 pytest.importorskip("transformers")
 
@@ -103,7 +103,7 @@ def test_the_same_call_measures_nothing_again(folder, tmp_path, monkeypatch, cap
     assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loop_generates_the_tokens_of_generate(kind, tied, tmp_path):
     """Every architecture, with a head of its own or a tied one, and with windows that are shorter than the text."""

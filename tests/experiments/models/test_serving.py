@@ -6,7 +6,7 @@ import torch
 from ao_lab.eval import Harness, HarnessOptions
 from experiments.models import causal_lm, serving
 from experiments.models.causal_lm import of_folder
-from tests.support.models.small_lms import save_lm
+from tests.support.models.hf_models import save_lm
 
 pytest.importorskip("transformers")
 

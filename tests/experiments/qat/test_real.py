@@ -35,7 +35,7 @@ from experiments.qat.real_page import real_findings, real_sections
 from experiments.report.questions import real_qat_claims
 from experiments.runs.real_models import Tables
 from experiments.runs.run import RealModels, settings_for
-from tests.support.models.small_lms import KINDS, save_lm
+from tests.support.models.hf_models import ARCHITECTURES, save_lm
 
 pytest.importorskip("transformers")
 SMALL = Tuning(steps=2, batch=2, length=24, rate=1e-3, scale_rate=5e-3)
@@ -135,7 +135,7 @@ def test_a_seed_without_its_fine_tuned_model_is_measured_anew(measured, folder, 
     assert len(journal.rows) == len(left)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, True) for kind in KINDS), ("llama", False)])
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, True) for kind in ARCHITECTURES), ("llama", False)])
 def test_every_architecture_trains_and_converts(kind, tied, tmp_path):
     """A tied head stays dense and tied; a head of its own is quantized."""
     model = causal_lm.load(of_folder(save_lm(tmp_path / kind, kind, tied=tied)), "cpu")

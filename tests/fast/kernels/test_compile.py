@@ -273,7 +273,7 @@ SPILLS_LATER = ("mx_both mxfp8_e5m2_rceil float16",)
 # Bytes of stack that a limit of registers costs the general rules, for the sake of the sequence beside them (`block_launch`).
 LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # What is compiled by tests of their own: tests/experiments/decode/test_decode.py, test_layers.py, sparsity,
-# sm90/test_masked.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
+# sm90/test_metadata.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
 # Attention of a cache: tests/fast/attention/test_attention.py.
 ELSEWHERE |= {"append_kernel", "attend_kernel", "combine_kernel", "group_kernel"}

@@ -1,9 +1,14 @@
 """Launches of kernels in CUDA C++: what the driver is given, by each thread, with and without tensor maps; contexts; maps
-kept."""
+kept.
+
+Where a program puts its buffers.
+"""
 
 import ctypes
 import struct
 import threading
+from itertools import pairwise
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +16,7 @@ import torch
 
 from fast.launch import cuda, driver
 from fast.launch.cuda import BIAS, CudaLaunch, Kernel, Maps
+from fast.launch.program import APART, allocations
 
 MAP = b"m" * cuda.MAPS
 NAMES = ("x", "w", "bias", "y")
@@ -210,3 +216,36 @@ def test_a_thread_without_a_context_gets_the_device_s(monkeypatch, current, made
     monkeypatch.setattr(driver, "driver", lambda: library)
     driver.ensure_context(0)
     assert seen == made
+
+
+CODES, SCALE, Y = ((5, 48), torch.uint8, ()), ((5, 1), torch.float32, ()), ((5, 3), torch.bfloat16, ())
+LARGEST = ((), torch.int32, (0,))
+CASES = {
+    "one": ([Y], (0,)),
+    "codes and scales": ([CODES, SCALE, Y], (2,)),
+    "one start": ([LARGEST, CODES, SCALE, Y], (3,)),
+    "all are results": ([CODES, SCALE], (0, 1)),
+    "results in another order": ([SCALE, CODES, Y], (1, 0)),
+    "parts": ([((4, 5, 3), torch.float32, ()), Y], (1,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buffers_lie_apart(case):
+    """Results, and what starts with a fill, alone; all others in one allocation of bytes, each at a multiple of APART."""
+    buffers, kept = CASES[case]
+    sizes, spots = allocations(buffers, kept)
+    used = {at: [] for at in range(len(sizes))}
+    for number, ((shape, dtype, fill), (at, begin)) in enumerate(zip(buffers, spots, strict=True)):
+        end = begin + prod(shape) * dtype.itemsize
+        if number in kept or fill:
+            assert (sizes[at][0], sizes[at][2], begin) == (shape, dtype, 0)
+        else:
+            assert sizes[at][1:] == ((1,), torch.uint8)
+            assert begin % APART == 0
+            assert end <= sizes[at][0][0]
+        used[at].append((begin, end))
+    for ranges in used.values():
+        ranges.sort()
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+    assert all(used.values())
