@@ -11,10 +11,9 @@ In both, the metadata of the safetensors files holds, for each quantized weight,
 `load_pretrained` gives back the same codes, scales and recipe; weights that modules share are stored once.
 
 Of our own layout `config.json` says quant_method "ao_lab". transformers skips a method that it does not know, and would go
-on with random weights where it finds no weight under the names that it expects. So two things keep it from that. The weights
-are not in model.safetensors, where programs look (`ao_lab.checkpoint.io.shards.OWN`). And "transformers_weights", the field
-by which a configuration names its file of weights, holds a sentence: transformers refuses a name that does not end as files
-of weights do, and shows it. Once `import ao_lab` has run, our quantizer puts the name of the file in its place.
+on with random weights where it finds none under the names that it expects. Two things prevent that: the weights are not in
+model.safetensors (`ao_lab.checkpoint.io.shards.OWN`), and "transformers_weights", the field that names the file of weights,
+holds a sentence, which transformers refuses and shows; after `import ao_lab` our quantizer puts the file's name there.
 """
 
 from __future__ import annotations

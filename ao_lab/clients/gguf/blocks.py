@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import reference
+from ao_lab.clients.integers import by_block
 from ao_lab.config.recipe import integer_scheme
 from reference import Quantized, Scheme, Zero
 from reference.quantize.quantize import unpacked
@@ -197,16 +199,13 @@ def _half(values: Array, message: str) -> Array:
 
 def _by_block(q: Quantized, values: Array) -> Array:
     """Scales or zero points of a matrix, one for each 32 elements of a row: (N * K / 32, 1)."""
-    (rows, length), block = q.shape, q.scheme.scale.block
-    tall, wide = block if isinstance(block, tuple) else (1, block)
-    if block == "tensor" or wide == -1:
-        grid = np.broadcast_to(values.reshape(-1, 1), (rows, length // SIZE))
-    elif isinstance(wide, int) and wide % SIZE == 0:
-        grid = np.repeat(np.repeat(values, tall, 0), wide // SIZE, 1)[:rows, : length // SIZE]
-    else:
+    block = q.scheme.scale.block
+    wide = block[1] if isinstance(block, tuple) else block
+    if isinstance(wide, int) and wide != -1 and wide % SIZE:
         raise ValueError(
             f"{q.scheme.name}: its blocks are no multiples of {SIZE} elements of a row; {WAY_OUT}"
         )
+    grid: Array = by_block(q, torch.tensor(values), SIZE).numpy()
     return grid.reshape(-1, 1)
 
 
