@@ -1,8 +1,7 @@
 """What the site takes from code and results: API pages, tables, pictures; ``docs/conf.py`` writes them first.
 
-Links to results: in the repository they lead to ``reports/NAME.md``, on the site to a copy of the report's own page.
-
-The figure of a step of an example, which sphinx-gallery puts below its code.
+Links to results lead in the repository to ``reports/NAME.md``, on the site to a copy of the report's own page. The figure of a
+step of an example is put below its code (`scrape`).
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sphinx_gallery.scrapers import figure_rst
-
-from ao_lab.plot import save
 from docs import api, numerics, training
 
 
@@ -74,6 +70,10 @@ def copy(app: Any, error: Exception | None) -> None:
 
 def scrape(block: Any, variables: dict[str, Any], settings: dict[str, Any]) -> str:
     """Save what the step has called `figure`, once, and return the markup that shows it."""
+    from sphinx_gallery.scrapers import figure_rst
+
+    from ao_lab.plot import save
+
     figure = variables["example_globals"].pop("figure", None)
     if figure is None:
         return ""
