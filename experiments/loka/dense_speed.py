@@ -32,6 +32,8 @@ BOTH, FORWARD, MEMORY = "forward and backward", "forward", "peak memory"
 GRAPH = ", graph"
 STORED = "fp8 weights"
 METHODS = ("bfloat16", "rowwise", "dispatch", STORED, "tensorwise")
+#: Those that LoKA publishes of its Wukong beside these.
+PUBLISHED = ("rowwise_with_gw_hp", "blockwise")
 THREE = ("no_bias", "block_norm", "hard_swish")
 #: Mods whose step is timed beside that of the model as it is: each alone, and together.
 MODS: dict[str, tuple[str, ...]] = {"none": (), **{one: (one,) for one in THREE}, "all three": THREE}
@@ -243,5 +245,10 @@ def add_times(
         results[first] |= {f"{metric}, {key}": value for key, value in repeated(times, first).items()}
 
 
-__all__ = ["BOTH", "FORWARD", "GRAPH", "MEMORY", "METHODS", "MODS", "MOD_SPEED", "NORMS", "SPEED", "STORED", "WORKLOADS",
-           "Workload", "dcn", "many_programs", "measure"]  # fmt: skip
+def methods_of(name: str) -> tuple[str, ...]:
+    """Of a workload by its name."""
+    return (*METHODS, *PUBLISHED) if "22.2" in name else METHODS
+
+
+__all__ = ["BOTH", "FORWARD", "GRAPH", "MEMORY", "METHODS", "MODS", "MOD_SPEED", "NORMS", "PUBLISHED", "SPEED", "STORED",
+           "WORKLOADS", "Workload", "dcn", "many_programs", "measure", "methods_of"]  # fmt: skip

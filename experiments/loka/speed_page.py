@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.loka.dense_speed import BOTH, FORWARD, GRAPH, MEMORY, METHODS, MOD_SPEED, MODS, SPEED, STORED
+from experiments.loka.dense_speed import (
+    BOTH,
+    FORWARD,
+    GRAPH,
+    MEMORY,
+    METHODS,
+    MOD_SPEED,
+    MODS,
+    PUBLISHED,
+    SPEED,
+    STORED,
+)
 from experiments.loka.fused_speed import ALONE, EPILOGUE, NORM, PLAIN, TIME
 from experiments.loka.table_speed import BYTES, DENSE, TABLES, UNIFORM
 from experiments.loka.table_speed import MEMORY as HELD
@@ -18,7 +29,7 @@ from experiments.report.targets import RunTargets, Target, limit_of
 EXPERIMENT = "loka"
 BASE, OURS = "bfloat16", "dispatch"
 #: Methods of training that are the same in every layer.
-EVERYWHERE = tuple(one for one in METHODS if one not in (OURS, STORED))
+EVERYWHERE = (*(one for one in METHODS if one not in (OURS, STORED)), *PUBLISHED)
 SPEED_TEXT = (
     "The dense part at exact shapes behind random embeddings, compiled; times of one GPU, methods in turn. Training casts "
     f"weights in each step; `{STORED}` is inference with weights that are stored so. Steps of DLRMv2 are replayed from CUDA "

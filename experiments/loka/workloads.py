@@ -81,7 +81,7 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
     norms, epilogues = (_fused(kind, settings.device) for kind in (fused_speed.NORM, fused_speed.EPILOGUE))
     yield from (*norms[:2], epilogues[0])
     for name, workload in dense_speed.WORKLOADS.items():
-        yield _dense(dense_speed.SPEED, name, workload, dense_speed.METHODS, settings.device)
+        yield _dense(dense_speed.SPEED, name, workload, dense_speed.methods_of(name), settings.device)
     for drawn in (table_speed.UNIFORM, table_speed.ZIPF):
         work = partial(table_speed.measure, drawn, settings.device)
         yield Turns(table_speed.TABLES, RANDOM, drawn, table_speed.METHODS, work)

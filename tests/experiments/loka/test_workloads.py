@@ -203,7 +203,7 @@ def test_what_the_page_says_of_times():
     }
     assert compared["LoKA Dispatch"] == 1.5
     assert compared["TorchAO RW"] == 2
-    assert compared["DeepGEMM BW"] is None
+    assert compared["FBGEMM RW"] is None
     assert all(bool(one.measured or one.command) != bool(one.reason) for one in page.comparisons(rows))
     assert "2 of 24 values" in page.findings(rows)[-1]
     assert speed_page.mod_table(speed_page.Results([])).lines == []
