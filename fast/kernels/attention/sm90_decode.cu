@@ -15,7 +15,8 @@
 //
 // Defined: KIND (0: 16-bit values, 1: e4m3, 2: int8, 3: int4), WIDTH, HEADS (queries of a key head), BF16 (of queries and values),
 // SCALES (0: none, 1: a token, 2: one of all, 3: one of a head, 4: keys by channel of GROUP tokens, values by token), ZERO, GROUP,
-// TILE, WINDOW (tokens as computed beside), MASKED, RESIDENT (programs of a multiprocessor).
+// TILE, WINDOW (tokens as computed beside), MASKED, RESIDENT (programs of a multiprocessor), CLUSTER (1, or parts of a key head, which
+// lie in a cluster and add their sums in each other's shared memory).
 
 #include "softmax.cuh"
 
@@ -455,13 +456,16 @@ __device__ __forceinline__ void scale_scores(
 }
 
 // The turns of a warp: of spans of SPAN tokens each WARPS-th one of a part.
-__device__ __forceinline__ void attend(Sums& sums, Queries& q, Place& at, int first, int end) {
+__device__ __forceinline__ void begin(Tile& t, Place& at, int first, int end) {
   if (first >= end) return;
-  Tile t;
-  t.k_scale[0] = 1.0f;
   at.advance(first);
   at.read_keys(t, first);
   at.read_values(t, first);
+}
+
+__device__ __forceinline__ void attend(Sums& sums, Queries& q, Tile& t, Place& at, int first, int end) {
+  if (first >= end) return;
+  if (WINDOW) begin(t, at, first, end);
 #pragma unroll 1
   for (int start = first; start < end;) {
     if constexpr (BY_CHANNEL) {
@@ -484,10 +488,42 @@ __device__ __forceinline__ void attend(Sums& sums, Queries& q, Place& at, int fi
 }
 
 struct Shared {
-  float top[WARPS][8], total[WARPS][8], y[WARPS][8][WIDTH + 4];
+  float top[WARPS][8], total[WARPS][8], of_part[2][8], y[WARPS][8][WIDTH + 4];  // of_part: of all warps
   uint4 base[WARPS][BY_CHANNEL ? STEPS / 2 : 1][32];
   uint4 scales[WARPS][BY_CHANNEL ? SHARED_ROW + 2 : 1];
 };
+
+// A number of the shared memory of a program of the cluster.
+__device__ __forceinline__ float number_in(const float& own, int program) {
+  u32 address;
+  float found;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(u32(__cvta_generic_to_shared(&own))), "r"(program));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(found) : "r"(address) : "memory");
+  return found;
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The result of a cluster, of whose sums by channel each program adds some: shared.y[0] and shared.of_part.
+__device__ __forceinline__ void add_in_cluster(const Shared& shared, unsigned short* y, int program) {
+  wait_for_cluster();
+  for (int i = program * 32 * WARPS + threadIdx.x; i < HEADS * WIDTH; i += CLUSTER * 32 * WARPS) {
+    const int head = i / WIDTH, channel = i % WIDTH;
+    float tops[CLUSTER], top = -infinity(), total = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) tops[c] = number_in(shared.of_part[0][head], c), top = fmaxf(top, tops[c]);
+#pragma unroll
+    for (int c = 0; c < CLUSTER; c++) {
+      const float share = tops[c] == -infinity() ? 0.0f : exponential(tops[c] - top);
+      total = __fmaf_rn(number_in(shared.of_part[1][head], c), share, total);
+      sum = __fmaf_rn(number_in(shared.y[0][head][channel], c), share, sum);
+    }
+    y[i] = static_cast<unsigned short>(rounded(sum / (total == 0.0f ? 1.0f : total), 0.0f));
+  }
+  wait_for_cluster();
+}
 
 // The sums of all warps, and what they are of: a part, or the result.
 __device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place& at, i64 pair, int split, int warp) {
@@ -524,7 +560,10 @@ __device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place
       y += shared.y[w][head][channel];
     }
     y *= of_all;
-    if (p.splits == 1) {
+    if constexpr (CLUSTER > 1) {
+      shared.y[0][head][channel] = y;
+      if (channel == 0) shared.of_part[0][head] = top, shared.of_part[1][head] = total;
+    } else if (p.splits == 1) {
       const float found = y / (total == 0.0f ? 1.0f : total);
       p.y[(pair * HEADS + head) * WIDTH + channel] = static_cast<unsigned short>(rounded(found, 0.0f));
     } else {
@@ -533,9 +572,16 @@ __device__ __forceinline__ void give_out(Shared& shared, Sums& sums, const Place
       if (channel == 0) p.stats[2 * place] = top, p.stats[2 * place + 1] = total;
     }
   }
+  if constexpr (CLUSTER > 1) add_in_cluster(shared, p.y + pair * HEADS * WIDTH, split);
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(const __grid_constant__ Problem p) {
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) TOGETHER void sm90_decode(const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
@@ -545,7 +591,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   constexpr int BLOCK = WARPS * SPAN;
   // Parts behind the last token are not read; the first one has the tokens as computed.
   const int each = blocks_of_a_part(all, BLOCK, p.splits), first = split * each * BLOCK;
-  if (split > 0 && first >= all) return;
+  if (CLUSTER == 1 && split > 0 && first >= all) return;
   const int quarter = lane % 4, eighth = lane / 4;
   Place at = {p, shared.base[warp][0] + lane, reinterpret_cast<u32*>(shared.scales[warp]),
               p.k + (i64(pair) * p.k_room + eighth) * ROW + quarter * K_PIECE,
@@ -559,6 +605,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
   if (BY_TOKEN) at.v_scale += i64(pair) * p.room + eighth;
   if (SCALES == 3) at.k_scale += key_head, at.v_scale += key_head;
   if (BY_CHANNEL) asm("" : "+r"(at.quarter), "+r"(at.eighth));
+  // What adds parts may come, and waits for them.
+  if constexpr (CLUSTER == 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int own = first + warp * SPAN, end = min(first + each * BLOCK, all);
+  Tile t;
+  if (!WINDOW) begin(t, at, own, end);
   Queries q;
   read_queries(q, at, p.q + batch * p.q_batch + (key_head * HEADS + min(at.eighth, HEADS - 1)) * p.q_head);
   Sums sums;
@@ -571,7 +622,6 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_decode(c
     for (int slot = 16 * warp; slot < p.sinks + p.ring; slot += 16 * WARPS) of_computed(sums, q, at, pair, slot, count);
   }
 #endif
-  attend(sums, q, at, first + warp * SPAN, min(first + each * BLOCK, all));
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // what adds parts may begin, and waits for them
+  attend(sums, q, t, at, own, end);
   give_out(shared, sums, at, pair, split, warp);
 }

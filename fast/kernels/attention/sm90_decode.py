@@ -39,6 +39,8 @@ COLUMNS = 8
 #: Widths of heads, and the tokens of a warp's step by the bytes of a token: what of keys and of values 32 registers hold.
 WIDTHS = (64, 128)
 STEP_BYTES, MOST_TOKENS = 4096, 32
+#: Most programs of a cluster.
+MOST_CLUSTER = 8
 #: Share of the places for programs that is enough, and the most parts that are tried for it where heads alone fill them.
 BUSY, MOST_PARTS = 0.9, 8
 
@@ -64,15 +66,12 @@ class Problem(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """tile: tokens of a warp's step. resident: programs of a multiprocessor."""
+    """tile: tokens of a warp's step. resident: programs of a multiprocessor. cluster: programs of a cluster, all parts of a key
+    head, which are added there, or 1."""
 
     tile: int
     resident: int
-
-    @property
-    def cluster(self) -> int:
-        """Programs of a cluster."""
-        return 1
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -85,7 +84,7 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
         "KIND": KINDS.index(problem.kind), "WIDTH": problem.width, "HEADS": problem.heads,
         "BF16": int(problem.dtype == "bfloat16"), "SCALES": SCALES.index(problem.scales), "ZERO": int(problem.zero),
         "GROUP": problem.group, "WINDOW": int(problem.window), "MASKED": int(problem.masked), "TILE": variant.tile,
-        "RESIDENT": variant.resident,
+        "RESIDENT": variant.resident, "CLUSTER": variant.cluster,
     }  # fmt: skip
 
 
@@ -167,40 +166,44 @@ def span_of(problem: Problem) -> int:
 
 
 @lru_cache(maxsize=256)
-def _launch(problem: Problem, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
+def _launch(problem: Problem, variant: Variant, programs: int, numbers: tuple[Any, ...]) -> CudaLaunch:
     # Of each warp and column the largest score, the sum of weights, and sums by channel; behind them queries and scales.
     by_channel = problem.scales == "channel"
     steps, rows = (problem.width // 32, problem.width // 2 + 6) if by_channel else (1, 1)
-    shared = 4 * WARPS * COLUMNS * (2 + problem.width + 4) + 16 * WARPS * (32 * steps + rows)
-    return CudaLaunch(KERNEL, variant_of(problem), problem, POINTERS, programs, shared, (NUMBERS, numbers))
+    shared = 4 * COLUMNS * (WARPS * (2 + problem.width + 4) + 2) + 16 * WARPS * (32 * steps + rows)
+    return CudaLaunch(KERNEL, variant, problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 
 def attention(
     q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None, factor: float,
-    kind: str, splits: int = 0,
+    kind: str, splits: int = 0, cluster: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """(B, H, 1, D), whose memory is (B, 1, H, D); None where the kernel does not compile or load.
 
     Operands as `refusal` lets through, channels of a query side by side. mask: uint8, of one sequence or of all. factor: of
-    scores, times log2 e. splits: for measurements; else as `splits_of` says.
+    scores, times log2 e. splits: for measurements; else as `splits_of` says. cluster: whether parts lie in a cluster, at most
+    `MOST_CLUSTER`.
     """
     q, mask = _aligned(q), None if mask is None else _aligned(mask)
     problem = problem_of(q, k, kind, mask)
     splits = splits or splits_of(problem, q.shape[0] * k.shape[1], v.shape[2])
-    added = Parts(k.width, problem.dtype, span_of(problem))
-    if not _is_loadable(problem, added, splits, q.get_device()):
+    variant = variant_of(problem)
+    if cluster and 1 < splits <= MOST_CLUSTER:
+        variant = variant._replace(cluster=splits)
+    added = Parts(k.width, problem.dtype, span_of(problem)) if splits > variant.cluster else None
+    if not _is_loadable(problem, variant, added, q.get_device()):
         return None
     y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
-    parts = parts_of(y, splits)
-    launch(problem, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None))))
-    if parts is not None:
+    parts = parts_of(y, splits) if added is not None else None
+    launch(problem, variant, q, k, v, length, mask, factor, splits, (y, *(parts or (None, None))))
+    if added is not None and parts is not None:
         add(added, *parts, length, y, splits, k.window if problem.window else ALL_STORED)
     return y.transpose(1, 2)
 
 
-def _is_loadable(problem: Problem, added: Parts, splits: int, device: int) -> bool:
-    kernels: list[tuple[Kernel, Any, Any]] = [(KERNEL, variant_of(problem), problem)]
-    kernels += [(PARTS_KERNEL, PartsVariant(), added)] * (splits > 1)
+def _is_loadable(problem: Problem, variant: Variant, added: Parts | None, device: int) -> bool:
+    kernels: list[tuple[Kernel, Any, Any]] = [(KERNEL, variant, problem)]
+    kernels += [(PARTS_KERNEL, PartsVariant(), added)] * (added is not None)
     return all(cuda.is_loadable(*one, device) for one in kernels)
 
 
@@ -233,8 +236,8 @@ def problem_of(q: torch.Tensor, k: StoredTokens, kind: str, mask: torch.Tensor |
 
 
 def launch(
-    problem: Problem, q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None,
-    factor: float, splits: int, results: tuple[torch.Tensor | None, ...],
+    problem: Problem, variant: Variant, q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor,
+    mask: torch.Tensor | None, factor: float, splits: int, results: tuple[torch.Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Write y (B, 1, H, D), or the parts and their statistics (`parts_of`).
 
@@ -245,7 +248,7 @@ def launch(
     lines = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
     numbers = (q.stride(0), q.stride(1), lines, factor, k.shape[1], k.shape[2], v.shape[2], splits, *ring)
     operands = (q, k.codes, k.scale, k.zero, v.codes, v.scale, k.computed, v.computed, length, mask, *results)
-    _launch(problem, q.shape[0] * k.shape[1] * splits, numbers).run(operands, q.get_device())
+    _launch(problem, variant, q.shape[0] * k.shape[1] * splits, numbers).run(operands, q.get_device())
 
 
 def add(

@@ -5,7 +5,7 @@
 
 #include "softmax.cuh"
 
-constexpr int WARPS = 4, OWN = WIDTH / 32;  // channels of a lane
+constexpr int WARPS = 4, OWN = WIDTH / 32, AT_ONCE = 9;  // channels of a lane; parts of a warp that are read together
 
 struct Problem {
   const float* parts;
@@ -31,8 +31,16 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float2* stats = p.stats + i64(blockIdx.x) * p.splits;
   const float* parts = p.parts + i64(blockIdx.x) * p.splits * WIDTH + lane * OWN;
+  const int live = live_of(p);  // of a number that was there before the parts
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int live = live_of(p);
+  // The first parts of a warp are on their way while shares are made.
+  float2 held[AT_ONCE][OWN / 2];
+#pragma unroll
+  for (int u = 0; u < AT_ONCE; u++) {
+#pragma unroll
+    for (int c = 0; c < OWN / 2; c++)
+      held[u][c] = reinterpret_cast<const float2*>(parts + i64(min(warp + WARPS * u, live - 1)) * WIDTH)[c];
+  }
   float top = -infinity(), total = 0.0f, own[OWN] = {};
   for (int i = lane; i < live; i += 32) top = fmaxf(top, stats[i].x);
 #pragma unroll
@@ -43,8 +51,16 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
+#pragma unroll
+  for (int u = 0; u < AT_ONCE; u++) {
+    const int i = warp + WARPS * u;
+    const float share = i < live ? share_of(stats[i], top) : 0.0f;
+#pragma unroll
+    for (int c = 0; c < OWN / 2; c++)
+      own[2 * c] = __fmaf_rn(held[u][c].x, share, own[2 * c]), own[2 * c + 1] = __fmaf_rn(held[u][c].y, share, own[2 * c + 1]);
+  }
 #pragma unroll 8
-  for (int i = warp; i < live; i += WARPS) {
+  for (int i = warp + WARPS * AT_ONCE; i < live; i += WARPS) {
     const float share = share_of(stats[i], top);
 #pragma unroll
     for (int c = 0; c < OWN; c += 2) {

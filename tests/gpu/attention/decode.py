@@ -207,11 +207,12 @@ EIGHT_BITS = [(32, 2), (16, 3), (16, 4)]
 
 
 def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
-    """Of the kernel in CUDA C++; parts of a context as it chooses them, and twice as many."""
+    """Of the kernel in CUDA C++; parts of a context as it chooses them, added by a second kernel and, where they are few, in
+    clusters."""
     for (batch, length), kind in itertools.product(sizes, kinds):
         q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         size, held = caches(kind, batch, length)
-        for variant, more in itertools.product(VARIANTS.get(kind, EIGHT_BITS), (1, 2)):
+        for variant, cluster in itertools.product(VARIANTS.get(kind, EIGHT_BITS), (False, True)):
             if time.monotonic() > deadline:
                 say("variants", f"{kind} B{batch} {length} not reached", 0, "")
                 break
@@ -220,13 +221,16 @@ def variants(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) ->
                 splits = sm90_decode.splits_of(
                     sm90_decode.problem_of(q, keys, name, None), batch * KV_HEADS, length
                 )
+                if cluster and not 1 < splits <= sm90_decode.MOST_CLUSTER:
+                    continue
                 sm90_decode._launch.cache_clear()
-                rules = (WIDTH**-0.5 * decode.LOG2E, name, splits * more)
+                rules = (WIDTH**-0.5 * decode.LOG2E, name, splits, cluster)
                 us = graph_time([
                     lambda k=k, v=v, n=count, q=q, rules=rules: sm90_decode.attention(q, k, v, n, None, *rules)
                     for k, v, count in held
                 ])  # fmt: skip
-            what = f"{kind} B{batch} {length} tile {variant[0]} resident {variant[1]} splits {splits * more}"
+            where = f"tile {variant[0]} resident {variant[1]} splits {splits}{' in a cluster' * cluster}"
+            what = f"{kind} B{batch} {length} {where}"
             say("variants", what, us, "us", TBps=round(size / us / 1e6, 3))
         sm90_decode._launch.cache_clear()
         del held

@@ -101,7 +101,10 @@ CHANGED = {
     "zeros": ("fp8", _zeros),
     "apart": ("fp8", _apart),
 }
+#: Other cases whose parts lie in a cluster.
+CLUSTERS = {"cluster": "int8", "cluster, short": "open, short"}
 CASES |= {name: CASES[base] for name, (base, _) in CHANGED.items()}
+CASES |= {name: CASES[base] for name, base in CLUSTERS.items()}
 STATIC = {"fp8 head": ("fp8", torch.tensor([0.01, 0.02])), "int8 tensor": ("int8", torch.tensor([0.03]))}
 
 
@@ -137,9 +140,12 @@ def attended(name, **device):
     q, keys, values, length, mask = cache(name)
     splits = CASES[name][8]
     problem = sm90_decode.problem_of(q, keys, kind_of(keys)[0], mask)
+    variant = variant_of(problem)._replace(cluster=splits if name in CLUSTERS else 1)
     at = StandIn(**device)
     y = at.empty((q.shape[0], 1, q.shape[1], q.shape[3]), q.dtype)
-    parts = [] if splits == 1 else [at.empty(one.shape, one.dtype) for one in parts_of(y, splits)]
+    parts = (
+        [] if splits == variant.cluster else [at.empty(one.shape, one.dtype) for one in parts_of(y, splits)]
+    )
     mask_bytes = None if mask is None else mask.view(torch.uint8)
     given = [
         q,
@@ -150,7 +156,7 @@ def attended(name, **device):
     rules = (mask_bytes, q.shape[3] ** -0.5 * LOG2E, splits, (y, *(parts or (None, None))))
 
     def attend():
-        sm90_decode.launch(problem, q, keys, values, length, *rules)
+        sm90_decode.launch(problem, variant, q, keys, values, length, *rules)
         if parts:
             added = sm90_decode.Parts(q.shape[3], problem.dtype, sm90_decode.span_of(problem))
             window = keys.window if problem.window else ALL_STORED
@@ -199,7 +205,7 @@ def within(name, **device):
     return bool((np.abs(y.numpy() - np.asarray(exact)) <= bound).all())
 
 
-@pytest.mark.parametrize("name", at_night(CASES, "behind", "hidden values", "small", "channels"))
+@pytest.mark.parametrize("name", at_night(CASES, "behind", "hidden values", "small", "channels", "cluster"))
 def test_within_the_bound(name):
     require_nvrtc()
     assert within(name)
@@ -209,6 +215,7 @@ def test_within_the_bound(name):
 FAULTS = {
     "the second byte's nibbles first": ('"shr.u32 y, %4, 8;\\n"', '"shr.u32 y, %4, 4;\\n"'),
     "tiles that end inside are read from where the last one was": ("at.advance(ahead - start);", ""),
+    "a cluster does not wait": ("  wait_for_cluster();\n  for", "  for"),
     "zero points are left out": ("if constexpr (ZERO) x -= q.beside[c];", ""),
     "a group has the scales of the one before": (
         "take_scales(q, at, start / GROUP,", "take_scales(q, at, max(start / GROUP - 1, 0),",
@@ -236,7 +243,14 @@ def right_of(kernel):
 
 #: Of what adds parts.
 PARTS_FAULTS = {
-    "a part of each warp is left out": ("int i = warp; i < live;", "int i = warp + WARPS; i < live;"),
+    "the parts that are read together count once": (
+        "const float share = i < live ?",
+        "const float share = u == 0 ?",
+    ),
+    "a part of each warp is left out": (
+        "int u = 0; u < AT_ONCE; u++) {\n    const int i",
+        "int u = 1; u < AT_ONCE; u++) {\n    const int i",
+    ),
     "parts have equal shares": ("exponential(one.x - top)", "1.0f"),
     "the first part alone": ("return max(1, ((all + BLOCK - 1) / BLOCK + each - 1) / each);", "return 1;"),
 }
@@ -253,7 +267,7 @@ def test_the_emulator_sees_of_parts(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault):
     require_nvrtc()
-    assert_seen(FAULTS[fault], right_of("sm90_decode("), ["channels", "open", "hidden values"])
+    assert_seen(FAULTS[fault], right_of("sm90_decode("), ["channels", "open", "hidden values", "cluster"])
 
 
 def problem(kind, scales, **more):
