@@ -13,6 +13,7 @@ However this process ends, the others end with it; Ctrl-C is for this one to hee
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -83,6 +84,13 @@ def free() -> None:
     """Give memory back, so that the next case has all of it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def forget() -> None:
+    """The same of what only compiled programs and cycles of objects hold."""
+    torch.compiler.reset()
+    gc.collect()
+    free()
 
 
 # When a run starts nothing more, so that it ends in time and publishes what it has.

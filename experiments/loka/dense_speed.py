@@ -11,6 +11,7 @@ layer: they are alike, so one program serves them. Steps of milliseconds are tim
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -217,6 +218,8 @@ def measure(
     with many_programs():
         for method in methods:
             results[method] = in_time(deadline, partial(steps.make, method))
+            if "status: ok" not in results[method]:
+                gc.collect()  # what a failure left, before the next method
         add_times(results, steps.watch, steps.calls, PLANS[device])
         if workload.graph and device == "cuda":
             add_times(results, steps.watch, steps.captured(results, deadline), PLANS[device])

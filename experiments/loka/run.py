@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from experiments.harness.measuring import Deadline, Values, bar, in_time, keep, measure_each
+from experiments.harness.measuring import Deadline, Values, bar, forget, in_time, keep, measure_each
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name, table_parts
@@ -145,12 +145,24 @@ def measure(
     if is_finished(settings, journal, line):
         return
     if isinstance(line, Turns):
-        reached = deadline.reason() is None
-        found = line.work(deadline) if reached else {name: in_time(deadline, dict) for name in line.methods}
-        for name, values in found.items():
+        for name, values in in_turn(line, deadline).items():
             keep(journal, failed, told(settings, line, name, values))
+        if settings.device == "cuda":
+            forget()  # models of tens of gigabytes, before the next case
     else:
         keep(journal, failed, rows_of(settings, line, deadline))
+
+
+def in_turn(line: Turns, deadline: Deadline) -> dict[str, Values]:
+    """Values of each method; of a case that fails as a whole, or that the deadline does not reach, the reason."""
+    found: dict[str, Values] = {}
+
+    def work() -> Values:
+        found.update(line.work(deadline))
+        return {}
+
+    said = in_time(deadline, work)
+    return {name: found.get(name, said) for name in line.methods}
 
 
 def methods_of(line: Line | Turns) -> tuple[str, ...]:

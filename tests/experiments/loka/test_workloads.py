@@ -165,6 +165,8 @@ def test_a_case_is_resumed_whole(tmp_path, monkeypatch):
     assert {run.measured_whole(row) for row in rows} == {(rows[0].table, "s")}
     late = run.run(replace(only, seconds=-1.0), Journal())
     assert (len(late), len(asked)) == (2, 2)
+    answers.clear()
+    assert [row.metric for row in run.run(only)] == ["status: error: IndexError: list index out of range"] * 2
 
 
 def times(kind, data, setting, metric, values):
