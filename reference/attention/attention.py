@@ -129,15 +129,18 @@ def attention_error_bound(
     length: Any = None,
     softcap: float | None = None,
     products: float = 0.0,
+    zeros: Array | None = None,
     spread: float = 1.0,
 ) -> F64:
     """The most by which a kernel of float32 sums may differ from `attention` before its rounding: float64 (B, H, T, D of v).
 
     weights: dtype in which softmax's weights enter the second product (`WEIGHTS`). products: relative roundoff of each product
     of scores beside float32's, where queries are rounded with the scales of channels: 2^-10 of two roundings to float16, while
-    a channel's scale and its product with the query are no less than 2^-14 of the largest ones. spread: largest scale of a
-    token's values over the smallest one that is not 0, at least 1, where weights are rounded with them. Other arguments as in
-    `attention`. Raises ValueError for a spread below 1.
+    a channel's scale and its product with the query are no less than 2^-14 of the largest ones. zeros: what zero points of keys
+    stand for, in k's shape, where a product with codes alone is summed and that with zero points taken off it: both sums are as
+    long as k's, and their terms together at most |k| + 2 |zeros| (codes are k + zeros). spread: largest scale of a token's
+    values over the smallest one that is not 0, at least 1, where weights are rounded with them. Other arguments as in
+    `attention`. Raises ValueError for a spread below 1, and for zeros of another shape than k.
     """
     choice(weights, tuple(WEIGHTS), "weights")
     if not spread >= 1:
@@ -150,8 +153,12 @@ def attention_error_bound(
     seen = np.isfinite(p.scores)
     unnormalized, total = _weights(p.scores)
     magnitudes = _by_heads(np.abs(p.q), np.abs(p.k).swapaxes(-1, -2)) * abs(p.scale)
+    summed = magnitudes
+    if zeros is not None:
+        beside = np.abs(_beside(zeros, p.k)).swapaxes(-1, -2)
+        summed = magnitudes + 2 * _by_heads(np.abs(p.q), beside) * abs(p.scale)
     distance = np.where(seen, -np.log(np.maximum(unnormalized, 1e-300)), 0.0)
-    moved = (gamma(width + 4) + products) * magnitudes + 2.0**-22 * (distance + 1)
+    moved = gamma(width + 4) * summed + products * magnitudes + 2.0**-22 * (distance + 1)
     most = np.where(seen, moved, 0.0).max(axis=-1, keepdims=True, initial=0.0)
     grown = np.exp(2 * most) * (1 + roundoff) * (1 + 2 * gamma(keys + 8)) - 1
     values = np.abs(p.v)
@@ -159,6 +166,16 @@ def attention_error_bound(
     error = error + lost * spread * _by_heads(seen.astype(np.float64), values) / total
     y = np.abs(_by_heads(unnormalized / total, p.v))
     return np.asarray(error + rounding_error(y + error, dtype_name(out_dtype, OUTPUTS, "out_dtype")))
+
+
+def _beside(zeros: Array, k: F64) -> F64:
+    """Zero points as numbers, in k's shape."""
+    host = np.asarray(to_host(zeros, "zeros")[0], dtype=np.float64)
+    if host.shape != k.shape:
+        raise ValueError(
+            f"zeros are of every element of k, {k.shape}, got {host.shape}; repeat those of a group for its tokens"
+        )
+    return host
 
 
 def storage_error_bound(

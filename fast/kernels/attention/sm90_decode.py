@@ -92,7 +92,7 @@ KERNEL = Kernel(
     "sm90_decode",
     Path(__file__).parent,
     _defines,
-    own=("softmax.cuh", "sm90_decode_codes.cuh", "sm90_decode_window.cuh"),
+    own=("softmax.cuh", "sm90_decode_codes.cuh", "sm90_decode_window.cuh", "sm90_decode_sums.cuh"),
     shared=(),
     instead="Triton's kernel multiplies",
     fails_whole=True,

@@ -21,6 +21,7 @@ from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
 from reference.attention.window import Window
 from tests.emulator import quick_interpreter
+from tests.support.zero_points import zero_values
 
 SCHEME = {
     "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4,
@@ -208,5 +209,6 @@ def attend(kind):
             weights="float16",
             out_dtype="float16",
             products=by_channel * 2.0**-11,
+            zeros=zero_values(keys, tokens),
         )
         assert ((y.double() - expected).abs() <= torch.from_numpy(bound)).all(), (kind, batch, queries)

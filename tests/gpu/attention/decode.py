@@ -38,6 +38,7 @@ from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
 from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed
+from tests.support.zero_points import zero_values
 
 KINDS: dict[str, KVRecipe] = {
     "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int4", "int4_tokens")},
@@ -123,7 +124,11 @@ def bits(kinds: list[str]) -> None:
         expected = attention(q.cpu(), *held, causal=True, mask=seen, out_dtype="float64")
         # Tokens as computed are multiplied by weights in bfloat16; queries are rounded with the scales of channels.
         rule = "bfloat16" if kind == "value" or window.slots else "float16"
-        rules = {"weights": rule, "products": 2.0**-10 * (window.group > 1)}
+        rules = {
+            "weights": rule,
+            "products": 2.0**-10 * (window.group > 1),
+            "zeros": zero_values(keys, length),
+        }
         bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, **rules)
         worst = float(((y.double() - expected).abs() / torch.from_numpy(bound)).max())
         what = f"{kind} B{batch} H{heads}/{kv} T{tokens} D{width} {length} of {room}{' masked' if masked else ''}"

@@ -84,6 +84,29 @@ def test_error_bound(weights):
         attention_error_bound(q, k, v, spread=0.5)
 
 
+def test_error_bound_of_zero_points():
+    """Keys near 0 whose codes and zero points are large: sums of codes, less sums of zero points, each in float32."""
+    q, k, v = operands(keys=6)
+    zeros = np.full_like(k, 2.0**14) + np.arange(16, dtype=np.float32)
+    codes = np.round(k) + zeros
+
+    def sums(x):
+        x, total = x.repeat(2, axis=1), np.zeros((*q.shape[:3], x.shape[2]), np.float32)
+        for channel in range(16):
+            total += q[..., channel, None] * x[..., channel][:, :, None]
+        return total
+
+    scores = (sums(codes) - sums(zeros)).astype(np.float64) / 4
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    y = weights / weights.sum(-1, keepdims=True) @ v.astype(np.float64).repeat(2, axis=1)
+    rules = {"weights": "float32", "out_dtype": "float32"}
+    error = np.abs(y - np.asarray(attention(q, codes - zeros, v, out_dtype="float64")))
+    assert (error <= attention_error_bound(q, codes - zeros, v, zeros=zeros, **rules)).all()
+    assert not (error <= attention_error_bound(q, codes - zeros, v, **rules)).all()
+    with pytest.raises(ValueError, match="zeros are of every element of k"):
+        attention_error_bound(q, k, v, zeros=zeros[:, :, :1])
+
+
 def test_error_bound_of_weights_with_scales():
     """Weights times scales in float16, over the largest one: a small scale's lose bits beside a large one."""
     q, _, v = operands(3, keys=8)

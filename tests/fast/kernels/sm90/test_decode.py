@@ -20,6 +20,7 @@ from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled
 from tests.fast.kernels.sm90.products import require_nvrtc
+from tests.support.zero_points import zero_values
 
 PLAIN4 = KVRecipe(key=INT4, value=INT4)
 OPEN = KVRecipe(key="int4_g32_asymmetric", key_axis=-2, value=INT4, residual=8, sinks=3)
@@ -199,6 +200,7 @@ def within(name, **device):
         weights=weights,
         out_dtype=out,
         products=2.0**-10 * (keys.axis == 2),
+        zeros=zero_values(keys, tokens),
         spread=spread(values, tokens),
         **rules,
     )
