@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,10 +23,22 @@ COMES_WITH = {"jaxlib": "jax"}
 UPWARDS = {"ao_lab/cli/doctor.py"}
 
 
-def trees(package):
-    """(path from the root, syntax tree) of every module of a package."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+@cache
+def syntax(package):
+    """(path from the root, what `is_looked_at` of its syntax) of every module of a package, read once for all tests."""
+    return [
+        (path.relative_to(ROOT).as_posix(), [*filter(is_looked_at, ast.walk(ast.parse(path.read_text())))])
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+
+
+def is_looked_at(node):
+    """Whether a node imports, is a string that may be a module's name, or calls what imports by one."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and re.fullmatch(r"\w+(\.\w+)+", node.value) is not None
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__")
+    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def is_module(name):
@@ -34,16 +47,12 @@ def is_module(name):
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-def named_modules(tree):
+def named_modules(nodes):
     """Our modules that strings name: with a dot anywhere, a package alone as what `import_module` is called with."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"\w+(\.\w+)+", node.value) and is_module(node.value):
-                yield node.value
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-            "import_module",
-            "__import__",
-        ):
+    for node in nodes:
+        if isinstance(node, ast.Constant) and is_module(node.value):
+            yield node.value
+        elif isinstance(node, ast.Call):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and a.value in ORDER)
 
 
@@ -51,29 +60,29 @@ def test_no_string_names_a_module_above():
     found = {
         path: sorted(above)
         for rank, package in enumerate(ORDER)
-        for path, tree in trees(package)
-        if (above := {name for name in named_modules(tree) if name.split(".")[0] in ORDER[:rank]})
+        for path, nodes in syntax(package)
+        if (above := {name for name in named_modules(nodes) if name.split(".")[0] in ORDER[:rank]})
     }
     assert {path: names for path, names in found.items() if path not in UPWARDS} == {}
 
 
-def private_imports(tree):
+def private_imports(nodes):
     """What a file imports from another one of ours under a name that is private there."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ORDER:
             yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
 
 
 def test_no_private_names_are_shared():
     """What two files use has a public name."""
-    found = {path: list(private_imports(tree)) for package in ORDER for path, tree in trees(package)}
+    found = {path: list(private_imports(nodes)) for package in ORDER for path, nodes in syntax(package)}
     assert {path: names for path, names in found.items() if names} == {}
 
 
-def imported_libraries(tree):
+def imported_libraries(nodes):
     """Top-level names of the third-party modules that a file imports."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -89,8 +98,8 @@ def test_imports_are_declared():
     undeclared = {
         f"{path}: {name}"
         for package in ORDER
-        for path, tree in trees(package)
-        for name in imported_libraries(tree)
+        for path, nodes in syntax(package)
+        for name in imported_libraries(nodes)
         if canonicalize_name(name) not in allowed
     }
     assert sorted(undeclared) == []

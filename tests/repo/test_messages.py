@@ -138,7 +138,7 @@ def test_a_quantized_tensor_has_its_own():
         ao_lab.dequantize(ao_lab.quantized(torch.ones(4, 32), "int8_rowwise"))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_batch_that_vmap_made(packed):
     """The codes have an axis more than the shape says; the message says how both ways end."""
     batch = jax.vmap(lambda x: ao_lab.quantize(x, "mxfp4", packed=packed))(jnp.asarray(X))

@@ -14,9 +14,11 @@ from ao_lab.tensor.view_ops import Bundle, waited
 from tests.support.distributed.ranks import check_on_ranks
 
 
-def test_two_ranks(tmp_path):
-    """Placements, products, models and their states, compiled and beside FSDP2; what is refused is refused on both."""
-    check_on_ranks("tensor_parallel.recorded", tmp_path)
+@pytest.mark.parametrize("part", ["day", pytest.param("", marks=pytest.mark.nightly)])
+def test_two_ranks(tmp_path, part):
+    """Placements, products, a model (by night three) and its states, compiled and beside FSDP2; what is refused is refused on
+    both."""
+    check_on_ranks("tensor_parallel.recorded", tmp_path, *part.split())
 
 
 def test_hashes_are_completed_once():

@@ -527,18 +527,32 @@ def test_what_is_not_in_the_table_says_what_is():
         quantized(weight(32, 64), "int4_g32").relu()
 
 
+#: The variable of that process.
+ALONE = "AO_LAB_TESTS_ALONE"
+
+
+@pytest.mark.nightly
 def test_every_operation_was_tested():
     """Runs last in this file: it met every entry of the table but those of layers, collectives and adapters (pinning
     needs a GPU).
 
-    Where workers share the tests, this file runs once more in a process of its own.
+    All of this file runs once more in a process of its own, since workers share the tests, and the night has some alone.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if ALONE not in os.environ:
         alone = "import os; [os.environ.pop(name) for name in [*os.environ] if name.startswith('PYTEST_')]; "
         alone += "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
         # Rewriting asserts warns of plugins that the process had imported before.
-        options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain"]
-        done = forks.python("-c", alone, *options, __file__)
+        options = [
+            "-q",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            "--assert=plain",
+            "-m",
+            "nightly or not nightly",
+        ]
+        done = forks.python("-c", alone, *options, __file__, env={ALONE: "1"})
         assert done.returncode == 0, done.stdout[-3000:]
         return
     ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them

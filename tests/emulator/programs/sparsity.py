@@ -1,10 +1,10 @@
 """2:4 storage, masks, masked weights and dense weights of 4-bit integers, inline assembly included, against `reference`.
 
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process sparsity storage|transposable [day]
-    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process sparsity masked [DTYPE]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process sparsity masked [DTYPE [day]]
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process sparsity int4_dense
 
-day: dtypes other than bfloat16 with fewer patterns and kinds of scores. Instructions are emulated (`ptx_interpreter`).
+day: fewer shapes and kinds of scores, of dtypes other than bfloat16 fewer still. Instructions are emulated (`ptx_interpreter`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ from tests.gpu.sparsity.cases import (
 
 #: Of rows: usual, zero, subnormal, below zero, infinite, NaN, so large that its reciprocal is subnormal.
 SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)
+
+
+#: Scores whose masks are compared by day: any bits, ties, sums that differ by less than they are rounded, NaN.
+KINDS_BY_DAY = ("patterns", "few", "close", "special")
 
 
 def compare_masks(dtype: torch.dtype, chosen: tuple[str, ...]) -> None:
@@ -173,11 +177,12 @@ def transposable(part: str = "") -> None:
     by_day = part == "day"
     for dtype in transposable_host.FLOATS:
         few = by_day and dtype != torch.bfloat16
-        for kind in KINDS[:1] if few else KINDS:
+        for kind in KINDS[:1] if few else KINDS_BY_DAY if by_day else KINDS:
             compare_transposable(tiles(dtype, (32, 64), kind))
-        for shape in () if few else TILE_SHAPES["cut"][:3]:
+        for shape in () if few else TILE_SHAPES["cut"][by_day:3]:
             compare_transposable(tiles(dtype, shape, "patterns"))
-        compare_infinite_scores(dtype)
+        if not few:
+            compare_infinite_scores(dtype)
         print(dtype, "tiles", flush=True)
 
 
@@ -204,12 +209,12 @@ def compare_kept(dtype: torch.dtype) -> None:
                 assert_same_bits(own, right)
 
 
-def masked(*names: str) -> None:
-    """Install the emulator, and compare."""
+def masked(name: str = "", part: str = "") -> None:
+    """Install the emulator, and compare; by day a matrix of whole programs and cut ones."""
     for dtype in DTYPES:
-        if names not in ((), (str(dtype),)):
+        if name not in ("", str(dtype)):
             continue
-        for shape in MASKED_SHAPES[1:4]:
+        for shape in MASKED_SHAPES[3 if part == "day" else 1 : 4]:
             for turned in (False, True):
                 for w, mask in masked_weights(shape, dtype, turned):
                     wanted = COMPRESS_MASKED.reference(None, (turned,), (w, mask))

@@ -212,13 +212,24 @@ def trainer(whole=False, shape=TINY_TWO_LAYERS):
     return Trainer.of(shape, 2, 16, "cpu", 0, whole=whole)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """The rows of a whole run of the stand-ins."""
-    with warnings.catch_warnings():
+def one_of_each_kind(group):
+    """The group with the first variant of each library, of adapters, and of each way of products."""
+    kinds = {}
+    for one in group.variants:
+        kinds.setdefault((one.library, one.lora, one.products), one)
+    return replace(group, variants=tuple(kinds.values()))
+
+
+@pytest.fixture(scope="module", params=["day", pytest.param("all", marks=pytest.mark.nightly)])
+def quick(request, tmp_path_factory):
+    """The groups and the rows of a whole run of the stand-ins, by day of a variant of each kind."""
+    groups = TINY_GROUPS if request.param == "all" else tuple(map(one_of_each_kind, TINY_GROUPS))
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        patch.setattr(run, "TINY_GROUPS", groups)
         # However slow the machine is: what a limit of seconds leaves is another test's.
-        return run.run(replace(tiny.settings(tmp_path_factory.mktemp("cache")), seconds=1e6))
+        settings = replace(tiny.settings(tmp_path_factory.mktemp("cache")), seconds=1e6)
+        return groups, run.run(settings)
 
 
 def test_shapes_are_those_of_published_models():
@@ -310,10 +321,11 @@ def test_rows_of_a_group(tmp_path):
 
 def test_a_run_of_the_stand_ins(quick):
     """Every variant gives numbers; ours keeps exactly what plain training keeps, torchao's several times as much."""
-    missing = [row for row in quick if row.metric.startswith("status: ") and row.metric != "status: ok"]
+    groups, made = quick
+    missing = [row for row in made if row.metric.startswith("status: ") and row.metric != "status: ok"]
     assert [row.metric for row in missing if "not installed" not in row.metric] == []
-    for group in TINY_GROUPS:
-        rows = [row for row in quick if row.table.endswith(group.shape.name)]
+    for group in groups:
+        rows = [row for row in made if row.table.endswith(group.shape.name)]
         for variant in group.variants:
             found = values(rows, variant.method, group.setting)
             if "status: ok" not in found:
@@ -330,7 +342,7 @@ def test_a_run_of_the_stand_ins(quick):
             assert (group.setting == COMPILED) == ("change by compiling" in found)
             assert found.get("change by compiling", 0.0) < 0.01
     # A compiled block makes again what is cheap to make.
-    eager, compiled = (values(quick, PLAIN.method, setting) for setting in (EAGER, COMPILED))
+    eager, compiled = (values(made, PLAIN.method, setting) for setting in (EAGER, COMPILED))
     assert compiled["kept for backward"] < eager["kept for backward"]
 
 
