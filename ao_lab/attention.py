@@ -1,9 +1,9 @@
-"""`use_attention_`: attention in 8 bits for one transformers model, as a function of its `attn_implementation`.
+"""Attention in 8 bits: `use_attention_` for one transformers model, `replace_sdpa_` in the place of torch's own function.
 
-The function of recipe "int8" is registered as "ao_lab_int8", and so on; its masks are those of "sdpa". Decoding, other masks
-and caches of ours go on to the functions that have them.
+`use_attention_` sets the model's `attn_implementation`. The function of recipe "int8" is registered as "ao_lab_int8", and so
+on; its masks are those of "sdpa". Decoding, other masks and caches of ours go on to the functions that have them.
 
-`replace_sdpa_`: attention in 8 bits wherever torch.nn.functional.scaled_dot_product_attention is called.
+`replace_sdpa_` is for every call of torch.nn.functional.scaled_dot_product_attention:
 
     with ao_lab.replace_sdpa_("int8"):
         model(**inputs)

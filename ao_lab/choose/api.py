@@ -1,15 +1,13 @@
 """`choose_`: which configuration each layer gets under a budget, by one pass over data, measured before it is returned.
 
 Each layer and option has a score (`ao_lab.choose.scores`) and a cost (`ao_lab.choose.budgets`); `reference.allocate` finds
-the choice of the least sum of scores within the budget. That scores add up is an assumption, so the choice is measured
-(`ao_lab.choose.api`): its KL divergence from the model as it is, on data that gave no score, beside that of each option for
-all layers and of settings that a caller gives. Taken is the smallest divergence within the budget, so the result is never
-worse, on these data, than one option for all.
+the choice of the least sum of scores within the budget. That scores add up is an assumption, so the choice is measured: its
+KL divergence from the model as it is, on data that gave no score, beside that of each option for all layers and of settings
+that a caller gives. Taken is the smallest divergence within the budget, so the result is never worse, on these data, than one
+option for all.
 
 The model is as before afterwards, the very parameters in their places: quantized weights are in it while data run, one setting
 after the other.
-
-The search of `choose_`: a choice by scores for each budget, what is measured of it, and which setting is taken.
 
 First measured are each option for all layers, a caller's own settings, and the choice by scores of each budget, in one pass
 over data. What an option measures over what its scores predict corrects its scores once, for a second choice, which is

@@ -3,7 +3,7 @@
 torch's own exporter writes the model; while it runs, each quantized linear layer is a module that stands for operators of ONNX
 (`onnx_layer`). The model is as it was afterwards, after an error too.
 
-A quantized linear layer as operators of ONNX.
+A quantized linear layer becomes:
 
 * Integers by float inputs: `MatMulNBits` of com.microsoft, 4 or 8 bits, the codes and zero points as they are. Its block of 16
   to 256 elements is the scheme's, or a part of it with the scale repeated: (code - zero point) * scale, float32 sums.

@@ -1,7 +1,4 @@
-"""Peak memory of what runs between two places, on a GPU or in this process.
-
-transformers' `generate()` as users call it, timed: tokens a second, and the most memory that it takes.
-"""
+"""Peak memory of what runs between two places, on a GPU or in this process, and transformers' `generate()` timed."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ inputs rotate over sets that together exceed three times the L2 cache, so that n
 that the cost of its two events disappears; work is queued before the first event, so that the GPU never waits for the host; and
 the first call is timed again at the end of each round, which says how far to trust the rest.
 
-Recording a CUDA graph while nothing else of the process touches the GPU in a way that would break the recording.
+A CUDA graph is recorded while nothing else of the process touches the GPU in a way that would break it (`recorded`).
 """
 
 from __future__ import annotations

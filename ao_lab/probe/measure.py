@@ -1,8 +1,7 @@
 """What one candidate loses at one site: estimates from sampled tokens, for `Probe.report` and `probe_`.
 
-Whether a candidate would be quicker than 16-bit products: a model of one H200, not a measurement (`ao_lab.tune` measures).
-
-A product takes the longer of its multiply-adds and its bytes; a cast reads 16 bits of each input and writes its codes. Rates
+Whether a candidate would be quicker than 16-bit products is a model of one H200, not a measurement (`ao_lab.tune` measures): a
+product takes the longer of its multiply-adds and its bytes; a cast reads 16 bits of each input and writes its codes. Rates
 were measured on an H200 and stand in `fast/coefficients.toml`, section `h200`.
 """
 

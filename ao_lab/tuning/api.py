@@ -6,7 +6,7 @@ gains. All dense is a candidate, so a tuned layer is never slower than the plain
 with a quantized weight one thing: the function for its product, and where families of kernels compete for it (preshuffled
 weights), the family: candidates are those whose records take it (`fast.gemm.families`).
 
-The same choices on all ranks: ranks measure alone, and times differ.
+All ranks get the same choices: they measure alone, and times differ.
 """
 
 from __future__ import annotations

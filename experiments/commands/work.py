@@ -1,8 +1,6 @@
 """What the commands of the experiments do; their options are in `experiments.commands.cli`.
 
 What computes is imported when it runs, so that a command that only lists something is quick.
-
-What the command `pretrained` does: list the models that packages carry, and fetch one.
 """
 
 from __future__ import annotations

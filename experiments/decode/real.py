@@ -4,14 +4,12 @@ The model is the folder's own checkpoint in bfloat16, and a copy of it in every 
 (torchao's where there is a GPU, or by name), or those that `--only` names, a scheme among them. Every linear layer is
 quantized but a head that is tied to the embedding. Prompts are windows of a text, so that tokens and logits are those of a
 model at work. At each batch generate transformers' `generate()` as it is called, and a lean loop of our own
-(`experiments.decode.real`); the first call of each is not timed, and of the loop's others the fastest is given. Time to the
+(`OwnLoop`); the first call of each is not timed, and of the loop's others the fastest is given. Time to the
 first token is that of the loop and of `generate()` for one token.
 
 Peak memory is the model's bytes and the most that generating took beyond what was in use before it.
 
-Generating with a model of transformers by a loop of our own, beside the library's `generate()`.
-
-The loop is lean: greedy, one cache of fixed length, the model's own forward, nothing that looks at a token on the host. On a
+That loop is greedy, one cache of fixed length, the model's own forward, nothing that looks at a token on the host. On a
 GPU the step is captured in a CUDA graph, so that the host only launches; a model with sliding windows that are shorter than
 the text decides on the host what its cache does, and is not captured. Nothing is compiled, so that a step has the bits of the
 model's own forward.

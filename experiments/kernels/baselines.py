@@ -2,9 +2,8 @@
 
 A baseline that has nothing for a case has no row; one that should run and cannot has a row with its error.
 
-What torchao 0.18 offers for the cases, each as its users call it; everything is imported on first use.
-
-torchao's conventions are not our own (see `reference.schemes.conventions`): the work is the same, some bits are not.
+torchao's functions (0.18) are called as its users call them and imported on first use. torchao's conventions are not our own
+(see `reference.schemes.conventions`): the work is the same, some bits are not.
 """
 
 from __future__ import annotations

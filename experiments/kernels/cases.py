@@ -3,12 +3,11 @@
 A target is a fraction of the copy rate of the same run on a tensor of the input's size. Cases without a target are measured
 and shown.
 
-Records of other projects that checkpoints and configurations of ao_lab mean, and a case for each.
+Records of other projects are those that checkpoints and configurations of ao_lab mean, with a case for each: those of each
+class of configuration that torchao has as well, with its default parameters, for weights and inputs; and every record of the
+projects whose checkpoints are read (compressed-tensors, Transformer Engine).
 
-The records come from ao_lab: those of each class of configuration that torchao has as well, with its default parameters, for
-weights and inputs; and every record of the projects whose checkpoints are read (compressed-tensors, Transformer Engine).
-
-Cases of 2:4: masks, compressed storage and back, codes, and both orientations; each row or tile is compared by itself.
+Cases of 2:4 are masks, compressed storage and back, codes, and both orientations; each row or tile is compared by itself.
 """
 
 from __future__ import annotations

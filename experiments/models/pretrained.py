@@ -12,9 +12,8 @@ baseline of every table is the model as the file gives it, and tables say so. Sc
 with the same blocks) would have no error on such a file and are left out of comparisons; measured relative errors of the
 schemes here are those on normal weights within a tenth.
 
-What a folder's model does, by its configuration: predict text, encode sentences, or write down speech.
-
-The task decides which metrics an experiment measures. A sentence encoder is a folder that says so (``modules.json``, which
+What a folder's model does (`task_of`: predict text, encode sentences, or write down speech) decides which metrics an experiment
+measures. A sentence encoder is a folder that says so (``modules.json``, which
 sentence-transformers writes) or whose configuration is of an encoder's type; a speech model is Whisper; all others are taken
 for causal language models, and refused later where they are none.
 """

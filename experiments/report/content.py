@@ -3,7 +3,7 @@
 Under a table stands when and at which commits its rows were measured, and what has changed since, in the folders that the
 experiment's record names. It is information: nothing fails by it.
 
-Texts as pages show them: marks of Markdown as HTML, long sentences as a lead and a list.
+Texts are shown with marks of Markdown as HTML, long sentences as a lead and a list.
 """
 
 from __future__ import annotations

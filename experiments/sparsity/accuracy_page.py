@@ -1,6 +1,5 @@
-"""Sections about accuracy: gaps to the dense model over paired seeds, and every seed's value.
-
-The part of the page of `sparsity` on real models: what two zeros in every four weights cost, by score.
+"""Sections about accuracy: gaps to the dense model over paired seeds, and every seed's value; of real models what two zeros in
+every four weights cost, by score.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Taken by records of plain float32 arithmetic (`reference.calibration.nearest`) w
 errors that are squares or cubes weighted by column. Errors are summed in another order than NumPy's: another candidate than the
 reference's may be taken where two are equal up to that order.
 
-The error of each block under a candidate's scales, and which candidate has the least so far, compiled by Numba.
-
 Elements are rounded by the float32 operations of `reference.calibration.nearest`, each rounded once; errors are float64, their
 sums in any order. Kernels are compiled, kept and named as those of `fast.cpu.loops.gemv` are.
 """

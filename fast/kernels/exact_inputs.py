@@ -1,7 +1,5 @@
-"""The host side of a product of inputs in a scheme by an arranged weight: the inputs' kernel, then `linear_small`'s or
-`sm90_w4a16_gemm`'s.
-
-Inputs of a product as a scheme represents them, for the tensor core: what 16-bit floats hold exactly.
+"""Inputs of a matmul as a scheme represents them, as 16-bit floats that are exact, and the matmul of these by an arranged
+weight: the inputs' kernel, then `linear_small`'s or `sm90_w4a16_gemm`'s.
 
 * `row_codes_kernel`: under one float32 scale for each row, decoded elements less the zero point, and the scales. The product
   multiplies its sums by them.

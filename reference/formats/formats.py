@@ -15,12 +15,10 @@ written: as many levels below zero as above) or ``none``.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, sections 5.1 to 5.4; Dettmers et al.,
 QLoRA (arXiv 2305.14314), appendix E, for NF4; Liu et al., ParetoQ (arXiv 2502.02631), stretched elastic quantization, for
-`ternary` and `stretched2`; see `reference.formats.formats` for those of optimizers' states.
+`ternary` and `stretched2`.
 
-Tables of codebook formats that are computed: the dynamic tree maps of optimizers' states.
-
-``dynamic8`` and ``dynamic8_unsigned`` are those of bitsandbytes and torchao, value for value, ``dynamic4`` and
-``linear4_unsigned`` (which has no 0) torchao's of 4 bits.
+Codebooks of optimizers' states are computed, as dynamic tree maps: ``dynamic8`` and ``dynamic8_unsigned`` are those of
+bitsandbytes and torchao, value for value, ``dynamic4`` and ``linear4_unsigned`` (which has no 0) torchao's of 4 bits.
 
 Sources: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), section 2; of 4 bits Li et al.,
 Memory Efficient Optimizers with 4-bit States (arXiv 2309.01507).

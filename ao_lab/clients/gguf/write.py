@@ -3,9 +3,8 @@
 Codes and scales go over as they are (`ao_lab.clients.gguf.blocks`); what is not quantized is written in its own dtype, vectors
 in float32, as llama.cpp wants them. Every tensor is converted before the file is begun, so a refusal leaves nothing behind.
 
-The tokenizer in a GGUF file: tokens, merges, kinds of tokens, and what llama.cpp calls the splitting of words.
-
-Byte-level BPE, as Llama 3, Qwen and SmolLM have it. llama.cpp knows rules of splitting by name; that name is found from the
+The tokenizer goes with it: tokens, merges, kinds of tokens, and what llama.cpp calls the splitting of words. It is byte-level
+BPE, as Llama 3, Qwen and SmolLM have it. llama.cpp knows rules of splitting by name; that name is found from the
 pre-tokenizer's own description, and a rule that has none here is refused, since another one would give other tokens.
 """
 

@@ -8,10 +8,9 @@ zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits e
 
 Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.
 
-From codes as they are stored to the private layout (`elements` has its order), and back: each word, each byte once.
-
-A word of 4-bit codes has a byte (two neighbours along K) of rows n, n + 8 at columns k, k + 8, one of 8 bits two bytes of both
-rows. Rows and columns that do not exist become codes of 0, which meet inputs that are 0 and results that are not written.
+`arrange_kernel` goes from codes as they are stored to that layout, `restore_kernel` back: each word, each byte once. A word
+of 4-bit codes has a byte (two neighbours along K) of rows n, n + 8 at columns k, k + 8, one of 8 bits two bytes of both rows.
+Rows and columns that do not exist become codes of 0, which meet inputs that are 0 and results that are not written.
 """
 
 from __future__ import annotations
