@@ -206,7 +206,7 @@ def quantize_weights(call: Call) -> Report:
     plan = planned(model, call.config, call.filter_fn, call.device)
     _refuse_sharded(plan)
     quantizing = {key: change for key, change in plan.changes.items() if not change.config.prepares}
-    known = _observers(plan, quantizing, call) if not calibrated_here(call) else {}
+    known = _observers(quantizing, call) if not calibrated_here(call) else {}
     _prepare(plan, quantizing)
     changed, total, shared = [*quantizing.values()], len(quantizing), JoinedScales(quantizing.values())
     try:
@@ -337,7 +337,7 @@ def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) ->
         raise ValueError(f"{change.name}: {error}") from error
 
 
-def _observers(plan: QuantizationPlan, quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:
+def _observers(quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:
     """`required_observers`, after the data have run where there is a loop."""
     if call.forward_loop is not None and call.observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")

@@ -70,7 +70,7 @@ def run(settings: Settings, journal: Journal, plan: Plan, kinds: Sequence[str], 
         measure_each("trainings", works, workers, deadline, keep)
     # What follows from rows that were not measured again is as old as they are.
     if PAIRED in kinds and (trials or not any(is_gap(row) for row in journal.rows)):
-        journal.add(gap_rows(settings, plan, journal.rows))
+        journal.add(gap_rows(settings, journal.rows))
 
 
 def is_gap(row: Row) -> bool:
@@ -153,7 +153,7 @@ def rows_of(settings: Settings, kind: str, trial: Trial, values: Values) -> list
     ]
 
 
-def gap_rows(settings: Settings, plan: Plan, rows: Sequence[Row]) -> list[Row]:
+def gap_rows(settings: Settings, rows: Sequence[Row]) -> list[Row]:
     """Rows over seeds of every recipe that has at least two seeds with bfloat16's beside them."""
     table, by_key = table_name(PAIRED, settings.scale, settings.corpus.name), {}
     for row in rows:

@@ -376,7 +376,7 @@ def quantized_of(
 ) -> Quantized:
     """The stored weight of its tensors; ValueError where their values are in no scheme."""
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
-    scale, zero = tensors["weight_scale"].reshape(blocks), _zero_codes(layout, scheme, shape, tensors)
+    scale, zero = tensors["weight_scale"].reshape(blocks), _zero_codes(scheme, shape, tensors)
     if "weight_g_idx" in tensors and isinstance(scheme.scale.block, int) and scheme.scale.block > 0:
         scheme, scale, zero = _in_runs(scheme, scale, zero, tensors["weight_g_idx"])
     if layout.scales == "e8m0":
@@ -413,7 +413,7 @@ def _codes(
 
 
 def _zero_codes(
-    layout: Layout, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]
+    scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
     kept = tensors.get("weight_zero_point")
     if kept is None:
