@@ -31,20 +31,11 @@ from ao_lab.cli.terminal import say
 from experiments.fp8_training import blocks, convergence, linear, real
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
-from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name, table_parts
-from experiments.runs.real_models import real_subject
+from experiments.runs.real_models import subject as subject
 from experiments.runs.run import Settings, all_rows, published_shapes
 
 EXPERIMENT = "fp8_training"
-
-
-def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared; real models, if
-    asked for."""
-    if settings.asked is not None:
-        return real_subject(settings)
-    return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:

@@ -25,6 +25,7 @@ from experiments.data.texts import (
 )
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import (
     FILE,
@@ -61,6 +62,14 @@ def real_subject(settings: Settings) -> str:
     parts += ["execute"] if asked.execute else []
     parts += [] if asked.own_text is None else [repr(asked.own_text)]
     return f"real{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
+
+
+def subject(settings: Settings) -> str:
+    """What a journal of trainings can be resumed for: corpus, seed, and the libraries that compile or are compared; real
+    models, if asked for."""
+    if settings.asked is not None:
+        return real_subject(settings)
+    return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
 def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:

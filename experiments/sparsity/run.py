@@ -17,9 +17,8 @@ from functools import partial
 
 from experiments.harness.measuring import Deadline
 from experiments.harness.registry import check_known
-from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row
-from experiments.runs.real_models import real_subject
+from experiments.runs.real_models import subject as subject
 from experiments.runs.run import Settings, all_rows
 from experiments.sparsity import models, pairs, products, real
 from experiments.sparsity import subjects as vision
@@ -27,13 +26,6 @@ from experiments.sparsity.pairs import EXPERIMENT
 from experiments.sparsity.sides import run_tables
 
 SUBJECTS = {vision.KIND: vision.subject, vision.LANGUAGE_KIND: vision.language_subject}
-
-
-def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
-    if settings.asked is not None:
-        return real_subject(settings)
-    return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
