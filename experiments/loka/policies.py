@@ -15,7 +15,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab.gemm.choices import DENSE, SUBSETS
-from ao_lab.policy.decide import Decision
+from ao_lab.policy.api import Decision
 from ao_lab.policy.options import Times, measured_times
 from ao_lab.probe.measure import H200, product_seconds
 from ao_lab.probe.report import ProbeReport

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab.policy.api import Policy, apply_policy_, confirmed, dispatch_
-from ao_lab.policy.decide import least_time, loka, uniform
+from ao_lab.policy.api import Policy, apply_policy_, confirmed, dispatch_, least_time, loka, uniform
 from ao_lab.policy.options import LayerOptions, Option, layer_samples, measured_times
 from ao_lab.training.layers import LowPrecisionLinear
 from reference.training.recipe import recipe_of
