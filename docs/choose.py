@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 import ao_lab  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
+from experiments.runs.real_models import COUNT, LENGTH  # noqa: E402
 
 #: Marks of each table, by the name of its function.
 MARK = "<!-- {0}: python docs/choose.py -->\n", "<!-- end of {0} -->\n"
@@ -140,7 +141,14 @@ def configurations() -> str:
         + [", ".join(clients(one))]
         for one in ENTRIES
     ]
-    return markdown([*head, "read by"], lines)
+    told = ", ".join(f"{name} on {windows_of(table_of(model))}" for name, model in measured().items())
+    return markdown([*head, "read by"], lines) + f"\nPerplexities: {told}.\n"
+
+
+def windows_of(table: str) -> str:
+    """How much text a table of a real model is measured on."""
+    scale = "full" if "/full/" in table else "quick"
+    return f"{COUNT[scale]} windows of {LENGTH[scale]} tokens"
 
 
 def summary() -> str:
@@ -165,7 +173,8 @@ def calibration() -> str:
             percent(value("calibration", table, scheme, name, CHANGE)) for name in ("rounding", *METHODS)
         ]
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
-    return markdown(["scheme", "rounding", *METHODS.values()], lines)
+    head = ["scheme", "rounding", *METHODS.values()]
+    return markdown(head, lines) + f"\nPerplexities: {MODEL} on {windows_of(table)}.\n"
 
 
 def generation() -> str:
