@@ -8,9 +8,11 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -479,10 +481,10 @@ class Work:
         try:
             self.say("loading" if isinstance(config, Path) else "quantizing")
             started = time.perf_counter()
-            model = self.quantized(config, base.model)
+            model, left = self.quantized(config, base.model)
             seconds = time.perf_counter() - started
             size = model_size(*((model,) if isinstance(config, Path) else (base.model, config))).bytes
-            return self.measure(name, model, base, size, seconds)
+            return replace(self.measure(name, model, base, size, seconds), left=left)
         except Exception as error:
             if not refused(error):
                 raise
@@ -492,16 +494,16 @@ class Work:
             if self.device.startswith("cuda"):
                 torch.cuda.empty_cache()
 
-    def quantized(self, config: Any, base: nn.Module) -> nn.Module:
-        """A quantized copy, or the model of a folder."""
+    def quantized(self, config: Any, base: nn.Module) -> tuple[nn.Module, dict[str, int]]:
+        """A quantized copy, or the model of a folder; and why how many linear layers of the copy stayed as they were."""
         if isinstance(config, Path):
-            return loaded(config, self.device)
+            return loaded(config, self.device), {}
         model = copy.deepcopy(base)
         reads = observes(config) or any(one.calibrates for one in self.methods)
         device = next(base.parameters()).device
         given = [{"input_ids": ids.to(device)} for ids in self.batches or ()] if reads else None
-        quantize_(model, config, calibration=given, methods=tuple(self.methods))
-        return model
+        report = quantize_(model, config, calibration=given, methods=tuple(self.methods))
+        return model, reasons_of(report)
 
     @torch.no_grad()
     def measure(
@@ -556,6 +558,20 @@ class Work:
             "speed": median(one[0] / one[-1] for one in times),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }
+
+
+#: The beginning of a reason that names a layer's shape.
+SHAPE = re.compile(r"^shape \([^)]*\): ")
+
+
+def reasons_of(report: Any) -> dict[str, int]:
+    """How many linear layers were left for which reason, the most frequent first."""
+    kept = (
+        one
+        for one in report.layers
+        if not one.changed and len(one.shape) == 2 and "Embedding" not in one.kind
+    )
+    return dict(Counter(SHAPE.sub("", one.reason) for one in kept).most_common())
 
 
 def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Compared:
     KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens whose likeliest
     next token is the same. tokens_per_second: of generate() at batch 1; speed: over that of the unquantized model, timed in
     turn. peak_bytes: weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
-    lm-evaluation-harness and by metric ("acc", "acc_stderr").
+    lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Compared:
     peak_bytes: int | None = None
     seconds: float | None = None
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -157,7 +158,20 @@ class Comparison:
         if told.get("calibration"):
             found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
         failed = [f"{row.name} failed: {row.status}" for row in self.rows if row.status != OK]
-        return [*failed, *found, *told.get("notes", ())]
+        return [*failed, *self.left(), *found, *told.get("notes", ())]
+
+    def left(self) -> list[str]:
+        """A sentence for each reason why layers stayed unquantized, with the configurations that it holds for."""
+        made = [row for row in self.rows[1:] if row.status == OK]
+        groups: dict[tuple[str, int], list[Compared]] = {}
+        for row in made:
+            for reason, count in row.left.items():
+                groups.setdefault((reason, count), []).append(row)
+        return [
+            f"{', '.join(row.name for row in rows) if len(rows) < len(made) or len(made) == 1 else 'Every configuration'}: "
+            f"{count} of {rows[0].of_layers} linear layers stay{'s' * (count == 1)} unquantized: {reason}."
+            for (reason, count), rows in groups.items()
+        ]
 
     def plot(self, ax: Axes | None = None, theme: str | None = None) -> Figure:
         """Loss against size, with what nothing beats: differences from the unquantized model, which is the line at 0.

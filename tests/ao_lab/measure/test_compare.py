@@ -81,6 +81,18 @@ def test_speed_and_memory_are_measured(found):
     assert found[0].rows[0].speed == 1
 
 
+def test_layers_that_stay_are_counted_with_the_reason(folder):
+    """A configuration that reaches a part of the model alone would else seem to be small and good."""
+    found = compare(folder / "base", {"all": "nf4", "some": "int4_g256"}, **given(folder))
+    every, some = found.rows[1:]
+    assert (every.left, every.layers) == ({}, every.of_layers)
+    assert some.layers == some.of_layers - sum(some.left.values()) == 1
+    (note,) = found.left()
+    assert note.startswith("some: 7 of 8 linear layers stay unquantized: 128 elements are not divisible")
+    assert note in found.notes
+    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))).left() == [note]
+
+
 def test_what_cannot_be_applied_says_why(found):
     row = found[0].rows[-1]
     assert row.status.startswith("ValueError: ")
