@@ -157,7 +157,8 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         return []
     run, (text, results) = runs[0], next(iter(runs[0].texts.items()))
     (first, inputs), *others = TOLD
-    row = results.row(run.setting(first, inputs), first, PERPLEXITY)
+    setting = run.setting(first, inputs)
+    row = results.row(setting, first, PERPLEXITY)
     if row is None or not math.isfinite(row.value):
         return []
     fours = [
@@ -166,9 +167,13 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         if not with_inputs
         and (change := results.value(run.setting(method, False), method, PERPLEXITY)) is not None
     ]
+    loss, error = (results.value(setting, first, metric) for metric in (CHANGE, CHANGE_ERROR))
     beside = "the same model in bfloat16"
+    if loss is not None and error is not None:
+        # The standard error of a ratio of perplexities is that of the loss times the ratio.
+        beside += f" (standard error {100 * math.exp(loss) * error:.1f}%)"
     if fours:
-        beside += "; 4-bit weights alone, rounded: {1} {0:+.1f}%".format(*min(fours))
+        beside += "; the best of 4-bit weights alone: {1} {0:+.1f}%".format(*min(fours))
     what = f"perplexity of {run.model} on {text} with INT8 weights and inputs, not calibrated"
     return [Card(row, f"{row.value:+.1f}%", what, beside)]
 
