@@ -18,6 +18,8 @@ SIDES = 1.96
 OK = "ok"
 #: What lm-evaluation-harness calls the standard error of a metric, behind its name.
 STDERR = "_stderr"
+#: What it calls the number of a task's examples.
+EXAMPLES = "sample_len"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Comparison:
             for row in self.rows
             for task, found in row.tasks.items()
             for name in found
-            if not name.endswith(STDERR)
+            if not name.endswith(STDERR) and name != EXAMPLES
         )
         lines = [[*COLUMNS, *(f"{task} {name}" for task, name in metrics)]]
         lines += [[*_cells(row), *(_metric(row, *one) for one in metrics)] for row in self.rows]

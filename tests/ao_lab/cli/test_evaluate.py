@@ -296,7 +296,7 @@ def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     with_bos(folders / "compressed", folders / "asked")
     asked = folders / "asked"
     made = evaluated(capsys, asked, "--tasks", "accuracy", "--tasks", "made_up")
-    assert made["tasks"]["made_up"] == {"acc": 0.5, "acc_stderr": 0.25}
+    assert made["tasks"]["made_up"] == {"acc": 0.5, "acc_stderr": 0.25, "sample_len": 4}
     assert "accuracy" in made["tasks"]
     assert (calls["tasks"], calls["limit"]) == (["made_up"], 4)
     defaults = ("num_fewshot", "batch_size", "apply_chat_template", "include_path")

@@ -165,14 +165,17 @@ def test_tasks_of_the_harness_beside_the_rest(folder, capsys, monkeypatch):
     calls = fake_harness.install(monkeypatch)
     monkeypatch.setattr("ao_lab.eval.tokenizer_of", lambda *_: "tokenizer")
     found = compare(folder / "base", ["nf4"], tasks=["made_up"], **given(folder, limit=2))
-    assert [row.tasks for row in found.rows] == [{"made_up": {"acc": 0.5, "acc_stderr": 0.25}}] * 2
+    assert [row.tasks for row in found.rows] == [
+        {"made_up": {"acc": 0.5, "acc_stderr": 0.25, "sample_len": 4}}
+    ] * 2
     assert (calls["tasks"], calls["limit"]) == (["made_up"], 2)
     quantized = [
         any(isinstance(p, ao_lab.QuantizedTensor) for p in one.parameters()) for one in calls["models"]
     ]
     assert quantized == [False, True]
     head, *rows = found.table()
-    assert [line[head.index("made_up acc")] for line in rows] == ["0.5 ± 0.2500"] * 2
+    assert head[-1] == "made_up acc"
+    assert [line[-1] for line in rows] == ["0.5 ± 0.2500"] * 2
     assert any("at most 2 examples of each; ± one" in note for note in found.notes)
     assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))).rows == found.rows
     assert (
