@@ -8,6 +8,7 @@ launch them. Modes of generate(): "eager", and on GPUs "compiled", after `prepar
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -419,6 +420,10 @@ def span_of(watch: Watch, calls: Sequence[Callable[[], Any]]) -> tuple[Span, str
     return prepare(Uncaptured(watch), calls, PLAN), why
 
 
+#: What `explain` calls a kernel that multiplies few tokens; the dequantized weight multiplies more.
+UP_TO = re.compile(r"(.+), up to (\d+) tokens?")
+
+
 def kernel_of(layer: nn.Linear, tokens: int) -> str:
     """What multiplies so many tokens by a layer's weight, as `explain` says it; "" of a dense one."""
     if not isinstance(layer.weight, QuantizedTensor):
@@ -427,6 +432,8 @@ def kernel_of(layer: nn.Linear, tokens: int) -> str:
     if found is None:
         return ""
     ranges = (one.name for one in found.families if one.first <= tokens <= (one.last or tokens))
+    if limit := UP_TO.fullmatch(found.kernel):
+        return next(ranges, limit[1] if tokens <= int(limit[2]) else "dequantize")
     return next(ranges, found.kernel)
 
 

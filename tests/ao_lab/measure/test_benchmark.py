@@ -184,6 +184,8 @@ def test_a_row_names_what_multiplies_its_tokens(monkeypatch):
     assert [kernel_of(layer, tokens) for tokens in (1, 8, 9, 4096)] == ["few", "few", "more", "many"]
     report.layers[0].families = ()
     assert kernel_of(layer, 1) == "weight"
+    report.layers[0].kernel = "fused, up to 1 token"
+    assert [kernel_of(layer, tokens) for tokens in (1, 2)] == ["fused", "dequantize"]
 
 
 def test_what_is_compiled_are_copies(folder):
