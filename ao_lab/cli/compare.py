@@ -54,6 +54,7 @@ def command(
         str | None,
         typer.Option(
             "--eval",
+            "--text",
             metavar="TEXT",
             help="Evaluation text: a file, or wikitext2 with --corpus-path. Default: Python source code of sympy.",
         ),

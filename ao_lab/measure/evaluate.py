@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -142,6 +143,8 @@ def split_tasks(tasks: list[str], paired: bool) -> tuple[tuple[str, ...], list[s
             f"{alone[0]} compares with the model's base; give its folder with --against (against= in Python)"
         )
     if foreign and importlib.util.find_spec("lm_eval") is None:
+        if near := difflib.get_close_matches(foreign[0], TASKS, n=1, cutoff=0.7):
+            raise WrongInput(f"unknown task {foreign[0]!r}; the nearest is {near[0]}")
         raise WrongInput(
             f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
             f"{', '.join(TASKS)}, which need no extra"

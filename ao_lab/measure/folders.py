@@ -103,9 +103,8 @@ def windows_for(
 ) -> tuple[Windows, Reading]:
     """Windows of a text for a model; WrongInput for windows that are none, or longer than the model's context."""
     if limit < 1 or (length is not None and length < 2):
-        raise WrongInput(
-            f"--limit is at least 1 sequence and --length at least 2 tokens, got {limit} and {length}"
-        )
+        given = f"--limit {limit}" if limit < 1 else f"--length {length}"
+        raise WrongInput(f"{given}: --limit is at least 1 sequence and --length at least 2 tokens")
     reading = reading_of(model, tokenizer)
     if length is not None and reading.longest is not None and length > reading.longest:
         raise WrongInput(

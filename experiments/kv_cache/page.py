@@ -73,11 +73,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
         if best is not None:
-            parts = [
-                f"{method} {number(best[1].value(ALL, method, 'perplexity, change'), 2)}%"
-                for method in best[1].methods
-            ]
-            words.append(f"Perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}.")
+            changes = {method: best[1].value(ALL, method, "perplexity, change") for method in best[1].methods}
+            parts = [f"{method} {change:+.2f}%" for method, change in changes.items() if change is not None]
+            words.append(
+                f"Change of perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}."
+            )
     return words + speed_page.findings(rows)
 
 

@@ -217,6 +217,7 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
         code, err = complaint(capsys, base, "--tasks", "hellaswag")
         assert code == 2
         assert "[eval]" in err
+        assert "the nearest is perplexity" in complaint(capsys, base, "--tasks", "perplexty")[1]
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "T5ForConditionalGeneration"])

@@ -353,6 +353,7 @@ def test_from_the_command_line(folder, capsys):
         (["mxfp5"], "the nearest are mxfp4"),
         (["Int4WeightOnlyConfig grup=1"], "has no option grup"),
         (["nf4", "--eval", "nowhere"], "--eval nowhere is no file"),
+        (["nf4", "--text", "nowhere"], "--eval nowhere is no file"),
         (["nf4", "--out", str(folder / "text.txt")], "is a file, and a folder is needed"),
     ):
         assert main(["compare", str(folder / "base"), *text[2:], *wrong]) == 2
