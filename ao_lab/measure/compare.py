@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -28,7 +26,6 @@ from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
 from ao_lab.config.recipe import named
 from ao_lab.eval import (
     NAMED,
-    TASKS,
     Harness,
     HarnessOptions,
     Sums,
@@ -38,10 +35,19 @@ from ao_lab.eval import (
     measured,
     results_of,
 )
-from ao_lab.install.extras import WrongInput, pip_install, wrong_input
+from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.comparison import OK, Compared, Comparison
-from ao_lab.measure.evaluate import conditions_of, harness_of, in_memory, name_of, source_of
+from ao_lab.measure.evaluate import (
+    conditions_of,
+    digest_of,
+    fingerprint,
+    in_memory,
+    name_of,
+    source_of,
+    tasks_of,
+    told_of,
+)
 from ao_lab.measure.folders import (
     PROMPT,
     check_folder,
@@ -156,29 +162,6 @@ def compare(
         return work.run(wanted, store, progress)
 
 
-def tasks_of(model: str | Path | nn.Module, tasks: Sequence[str], options: HarnessOptions) -> Harness | None:
-    """What tasks of lm-evaluation-harness need, None without any; WrongInput for others, and where it is not installed."""
-    asked = [tasks] if isinstance(tasks, str) else list(tasks)
-    own, foreign = [one for one in asked if one in TASKS], [one for one in asked if one not in TASKS]
-    if own:
-        raise WrongInput(
-            f"--tasks {own[0]}: compare takes tasks of lm-evaluation-harness; perplexity, KL divergence and agreement are "
-            "measured without being named, and ao-lab eval has the errors of weights"
-        )
-    if foreign and importlib.util.find_spec("lm_eval") is None:
-        raise WrongInput(
-            f"--tasks {foreign[0]}: lm-evaluation-harness is not installed; {pip_install('eval')}, or leave --tasks out"
-        )
-    return harness_of(model, foreign, options)
-
-
-def told_of(run: Harness, limit: int) -> dict[str, Any]:
-    """What numbers of the harness hold for."""
-    options = {name: value if value is None else str(value) for name, value in vars(run.options).items()}
-    version = getattr(importlib.import_module("lm_eval"), "__version__", None)
-    return {"names": list(run.tasks), "limit": limit, **options, "lm_eval": version}
-
-
 def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, Any]:
     """What is measured, by the names of the rows; ValueError for unknown names, with the nearest, and for two of a name."""
     if isinstance(configs, (str, Path, Config, FqnToConfig)):
@@ -283,41 +266,9 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     return [*told, f"Comparable with {source.compares}.".replace(" by --text FILE", " instead")]
 
 
-#: Elements of each parameter, and pieces of each file of so many bytes, that tell weights apart.
-SAMPLED, PIECES, PIECE = 64, 256, 4096
-
-
-def fingerprint(model: str | Path | nn.Module) -> str:
-    """What tells other weights of the same name apart: a hash of pieces of a folder's files, or of a model's parameters."""
-    found = hashlib.sha256()
-    if isinstance(model, nn.Module):
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy()
-            found.update(f"{name} {parameter.dtype}".encode() + sample.tobytes())
-        return found.hexdigest()[:16]
-    for path in sorted(Path(model).glob("*")):
-        if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
-            size = path.stat().st_size
-            found.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for start in range(0, size, max(PIECE, size // PIECES)):
-                    file.seek(start)
-                    found.update(file.read(PIECE))
-    return found.hexdigest()[:16]
-
-
 def made_from(config: object) -> str:
     """What a row is made of, as text: another configuration, or a folder with other weights, is measured again."""
     return f"{config} {fingerprint(config)}" if isinstance(config, Path) else repr(config)
-
-
-def digest_of(ids: Iterable[torch.Tensor]) -> str:
-    """What tells texts of one name apart: a hash of the tokens that are read."""
-    found = hashlib.sha256()
-    for one in ids:
-        found.update(str(tuple(one.shape)).encode() + one.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def describe(device: str) -> str:

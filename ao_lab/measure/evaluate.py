@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +167,29 @@ def harness_of(model: object, tasks: list[str], options: HarnessOptions) -> Harn
     return run
 
 
+def tasks_of(model: str | Path | nn.Module, tasks: Sequence[str], options: HarnessOptions) -> Harness | None:
+    """What tasks of lm-evaluation-harness need, None without any; WrongInput for others, and where it is not installed."""
+    asked = [tasks] if isinstance(tasks, str) else list(tasks)
+    own, foreign = [one for one in asked if one in TASKS], [one for one in asked if one not in TASKS]
+    if own:
+        raise WrongInput(
+            f"--tasks {own[0]}: compare takes tasks of lm-evaluation-harness; perplexity, KL divergence and agreement are "
+            "measured without being named, and ao-lab eval has the errors of weights"
+        )
+    if foreign and importlib.util.find_spec("lm_eval") is None:
+        raise WrongInput(
+            f"--tasks {foreign[0]}: lm-evaluation-harness is not installed; {pip_install('eval')}, or leave --tasks out"
+        )
+    return harness_of(model, foreign, options)
+
+
+def told_of(run: Harness, limit: int) -> dict[str, Any]:
+    """What numbers of the harness hold for."""
+    options = {name: value if value is None else str(value) for name, value in vars(run.options).items()}
+    version = getattr(importlib.import_module("lm_eval"), "__version__", None)
+    return {"names": list(run.tasks), "limit": limit, **options, "lm_eval": version}
+
+
 def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text:
     """The text of a name, of a file, or a `Text` itself; WrongInput where it is not there."""
     if isinstance(text, Text):
@@ -228,6 +252,38 @@ def conditions_of(source: Text, windows: Any, reading: Any) -> dict[str, Any]:
         "length": windows.ids.shape[1],
         "tokens": windows.predicted,
     }
+
+
+#: Elements of each parameter, and pieces of each file of so many bytes, that tell weights apart.
+SAMPLED, PIECES, PIECE = 64, 256, 4096
+
+
+def fingerprint(model: str | Path | nn.Module) -> str:
+    """What tells other weights of the same name apart: a hash of pieces of a folder's files, or of a model's parameters."""
+    found = hashlib.sha256()
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu().numpy()
+            found.update(f"{name} {parameter.dtype}".encode() + sample.tobytes())
+        return found.hexdigest()[:16]
+    for path in sorted(Path(model).glob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for start in range(0, size, max(PIECE, size // PIECES)):
+                    file.seek(start)
+                    found.update(file.read(PIECE))
+    return found.hexdigest()[:16]
+
+
+def digest_of(ids: Iterable[torch.Tensor]) -> str:
+    """What tells texts of one name apart: a hash of the tokens that are read."""
+    found = hashlib.sha256()
+    for one in ids:
+        found.update(str(tuple(one.shape)).encode() + one.cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def in_memory(model: str | Path | nn.Module, device: str) -> nn.Module:

@@ -11,8 +11,9 @@ from torch import nn
 import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.measure.compare import Remembered, fingerprint, made_from
+from ao_lab.measure.compare import Remembered, made_from
 from ao_lab.measure.comparison import Comparison
+from ao_lab.measure.evaluate import fingerprint
 from tests.support.models import fake_harness
 from tests.support.models.hf_models import WORDS, save_llama
 

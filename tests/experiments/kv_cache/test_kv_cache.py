@@ -93,7 +93,7 @@ def test_page():
     assert found[1].startswith(
         "Of needles among 131072 tokens are found 12% (exact), 12% (fp8 sums, one chain)"
     )
-    assert "fp8 0.05%" in found[2]
+    assert "fp8 +0.05%" in found[2]
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
 
 
