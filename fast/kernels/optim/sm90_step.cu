@@ -10,8 +10,8 @@
 // that minimum, once more from its start; nothing was written before.
 //
 // Defined: BITS (of codes), BLOCK, ADAM (its decay is added to gradients), ROUNDS (parameters are rounded stochastically), MASTER
-// (bits of errors beside parameters, 0: none), WARPS, TURNS (of a warp), RESIDENT (programs of a multiprocessor), AHEAD (whether a
-// program asks for all that it reads at its start), MULTIPLY (1: digits of codes, 2: elements are multiplied in place of shifts).
+// (bits of errors beside parameters, 0: none), WARPS, TURNS (of a warp), RESIDENT (programs of a multiprocessor), STAGES (turns of
+// which a warp reads ahead, less one), MULTIPLY (1: digits of codes, 2: elements are multiplied in place of shifts).
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -29,6 +29,11 @@ struct Problem {
   u32 first_keys[10], second_keys[10];  // of Philox, a round each
   u32 powers[3];          // 4, 256, 65536
 };
+
+// Where the words of a turn lie in shared memory, from a warp's stage on: 32 lanes after each other, in the order of their size.
+constexpr int NEXT = LANES * RUN;  // from a lane's first run to its second
+constexpr int G_AT = 0, P_AT = RUNS * 512, FIRST_AT = 2 * P_AT, SECOND_AT = FIRST_AT + RUNS * CODE_WORDS * 128;
+constexpr int ERROR_AT = SECOND_AT + RUNS * CODE_WORDS * 128, SCALES_AT = ERROR_AT + RUNS * ERROR_WORDS * 128, STAGE = SCALES_AT + 256;
 
 struct Rule {
   float first, first_rest, second, second_rest, size, root, eps, keep, decay;
@@ -93,17 +98,25 @@ __device__ __forceinline__ float element(const u32* words, int i, const Problem&
   return value(i % 2 ? words[i / 2] & 0xFFFF0000 : MULTIPLY & 2 ? scaled_sum(words[i / 2], problem.powers[2], 0) : words[i / 2] << 16);
 }
 
+// A copy to a place of shared memory, which the lane that asks for it alone reads.
 template <int WORDS>
-__device__ __forceinline__ void load(u32* to, const void* from) {
-  if constexpr (WORDS == 4) {
-    const uint4 v = __ldcs(static_cast<const uint4*>(from));
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-  } else if constexpr (WORDS == 2) {
-    const uint2 v = __ldcs(static_cast<const uint2*>(from));
-    to[0] = v.x, to[1] = v.y;
-  } else if constexpr (WORDS == 1) {
-    to[0] = __ldcs(static_cast<const u32*>(from));
-  }
+__device__ __forceinline__ void fetch(u32 to, const void* from) {
+  if constexpr (WORDS == 4)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+  else if constexpr (WORDS == 2)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
+  else if constexpr (WORDS == 1)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+
+template <int WORDS>
+__device__ __forceinline__ void load(u32* to, u32 from) {
+  if constexpr (WORDS == 4)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+  else if constexpr (WORDS == 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
+  else if constexpr (WORDS == 1)
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
 }
 
 template <int WORDS>
@@ -300,24 +313,45 @@ __device__ __forceinline__ float moved(float p, float g, float& m, float& v, flo
   return __fmaf_rn(p, n.keep, -__fmul_rn(__fmul_rn(m, n.size), inverse));
 }
 
-// A turn of a warp: AT_ONCE blocks from this lane's. CLAMPED: squares stop at the largest float32; false where they have to.
-template <bool CLAMPED>
-__device__ __forceinline__ bool turn(const Problem& problem, const Tensor& t, const Rule& n, const Tables& tables, int block, bool exists) {
-  const int lane = threadIdx.x % LANES;
-  const i64 at = i64(block) * BLOCK + lane * RUN;
-  u32 p[RUNS][4], g[RUNS][4], first[RUNS][CODE_WORDS], second[RUNS][CODE_WORDS], error[RUNS][ERROR_WORDS + 1];
+// Begin to read a lane's part of a turn.
+__device__ __forceinline__ void fetch_turn(u32 stage, const Tensor& t, int block) {
+  const int lane = threadIdx.x % 32;
+  const i64 at = i64(block) * BLOCK + lane % LANES * RUN;
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
-    constexpr int NEXT = LANES * RUN;
-    load<4>(g[r], t.g + 2 * at + r * 2 * NEXT);
-    load<4>(p[r], t.p + 2 * at + r * 2 * NEXT);
-    load<CODE_WORDS>(first[r], t.first + at * BITS / 8 + r * NEXT * BITS / 8);
-    load<CODE_WORDS>(second[r], t.second + at * BITS / 8 + r * NEXT * BITS / 8);
-    if (MASTER) load<ERROR_WORDS>(error[r], t.error + at * MASTER / 8 + r * NEXT * MASTER / 8);
+    fetch<4>(stage + G_AT + r * 512 + lane * 16, t.g + 2 * at + r * 2 * NEXT);
+    fetch<4>(stage + P_AT + r * 512 + lane * 16, t.p + 2 * at + r * 2 * NEXT);
+    constexpr int CODE = CODE_WORDS * 128, ERROR = ERROR_WORDS * 128;
+    fetch<CODE_WORDS>(stage + FIRST_AT + r * CODE + lane * CODE / 32, t.first + at * BITS / 8 + r * NEXT * BITS / 8);
+    fetch<CODE_WORDS>(stage + SECOND_AT + r * CODE + lane * CODE / 32, t.second + at * BITS / 8 + r * NEXT * BITS / 8);
+    fetch<ERROR_WORDS>(stage + ERROR_AT + r * ERROR + lane * ERROR / 32, t.error + at * MASTER / 8 + r * NEXT * MASTER / 8);
   }
-  const float first_scale = __ldcs(t.first_scale + block), second_scale = __ldcs(t.second_scale + block);
+  fetch<1>(stage + SCALES_AT + lane * 4, t.first_scale + block);
+  fetch<1>(stage + SCALES_AT + 128 + lane * 4, t.second_scale + block);
+}
+
+// A turn of a warp: AT_ONCE blocks, of which this lane has a part of one. CLAMPED: squares stop at the largest float32; false where
+// they have to.
+template <bool CLAMPED>
+__device__ __forceinline__ bool turn(
+    const Problem& problem, const Tensor& t, const Rule& n, const Tables& tables, u32 stage, int block, bool exists) {
+  const int lane = threadIdx.x % 32;
+  const i64 at = i64(block) * BLOCK + lane % LANES * RUN;
+  u32 p[RUNS][4], g[RUNS][4], first[RUNS][CODE_WORDS], second[RUNS][CODE_WORDS], error[RUNS][ERROR_WORDS + 1], scales[2];
+#pragma unroll
+  for (int r = 0; r < RUNS; r++) {
+    constexpr int CODE = CODE_WORDS * 128, ERROR = ERROR_WORDS * 128;
+    load<4>(g[r], stage + G_AT + r * 512 + lane * 16);
+    load<4>(p[r], stage + P_AT + r * 512 + lane * 16);
+    load<CODE_WORDS>(first[r], stage + FIRST_AT + r * CODE + lane * CODE / 32);
+    load<CODE_WORDS>(second[r], stage + SECOND_AT + r * CODE + lane * CODE / 32);
+    load<ERROR_WORDS>(error[r], stage + ERROR_AT + r * ERROR + lane * ERROR / 32);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) load<1>(scales + i, stage + SCALES_AT + 128 * i + lane * 4);
+  const float first_scale = value(scales[0]), second_scale = value(scales[1]);
   const float beta = __fmul_rn(n.first, first_scale), square = __fmul_rn(n.second, __fmul_rn(second_scale, second_scale));
-  const u32 run = (t.offset + block) * (BLOCK / RUN) + lane;
+  const u32 run = (t.offset + block) * (BLOCK / RUN) + lane % LANES;
   float m[RUNS][RUN], v[RUNS][RUN], top = 0.0f;
   u32 root_top = 0, words[RUNS][4];
 #pragma unroll
@@ -346,7 +380,6 @@ __device__ __forceinline__ bool turn(const Problem& problem, const Tensor& t, co
   const Scale second_new = BITS == 4 ? ratio_scale(largest_root) : power_scale<TARGET>(largest_root, pattern(ROOT_FLOOR));
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
-    constexpr int NEXT = LANES * RUN;
     if (!ROUNDS) random_words(words[r], problem, t, run + r * LANES);
     if constexpr (BITS == 4) {
       first[r][0] = e2m1_codes(m[r], words[r], first_new, problem);
@@ -355,13 +388,17 @@ __device__ __forceinline__ bool turn(const Problem& problem, const Tensor& t, co
       e4m3_codes<false>(first[r], m[r], words[r], first_new);
       e4m3_codes<true>(second[r], v[r], words[r], second_new);
     }
-    if (!exists) continue;
-    store<4>(t.p + 2 * at + r * 2 * NEXT, p[r]);
-    store<CODE_WORDS>(t.first + at * BITS / 8 + r * NEXT * BITS / 8, first[r]);
-    store<CODE_WORDS>(t.second + at * BITS / 8 + r * NEXT * BITS / 8, second[r]);
-    if (MASTER) store<ERROR_WORDS>(t.error + at * MASTER / 8 + r * NEXT * MASTER / 8, error[r]);
   }
-  if (exists && lane == 0) t.first_scale[block] = first_new.stored, t.second_scale[block] = second_new.stored;
+  if (exists) {
+#pragma unroll
+    for (int r = 0; r < RUNS; r++) {
+      store<4>(t.p + 2 * at + r * 2 * NEXT, p[r]);
+      store<CODE_WORDS>(t.first + at * BITS / 8 + r * NEXT * BITS / 8, first[r]);
+      store<CODE_WORDS>(t.second + at * BITS / 8 + r * NEXT * BITS / 8, second[r]);
+      store<ERROR_WORDS>(t.error + at * MASTER / 8 + r * NEXT * MASTER / 8, error[r]);
+    }
+  }
+  if (exists && lane % LANES == 0) t.first_scale[block] = first_new.stored, t.second_scale[block] = second_new.stored;
   return true;
 }
 
@@ -373,18 +410,9 @@ __device__ __forceinline__ Tables tables_of(int lane) {
   return {value(e2m1 | (lane & 8) << 28), static_cast<float>(code * code)};
 }
 
-// Ask the L2 cache for what a program reads of elements and codes, a tensor each of the first lanes.
-__device__ __forceinline__ void prefetch(const Tensor& t, int begin, int last) {
-  const int which = threadIdx.x, tensors = MASTER ? 5 : 4;
-  if (which >= tensors) return;
-  const char* from = which == 0 ? t.g : which == 1 ? t.p : which == 2 ? t.first : which == 3 ? t.second : t.error;
-  const int bits = which < 2 ? 16 : which < 4 ? BITS : MASTER;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-               :: "l"(from + i64(begin) * BLOCK * bits / 8), "r"((last - begin) * BLOCK * bits / 8) : "memory");
-}
-
 extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_step(const __grid_constant__ Problem problem) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  extern __shared__ __align__(16) char memory[];
+  const int lane = threadIdx.x % 32, warp = WARPS == 1 ? 0 : __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int which = problem.tiles[2 * blockIdx.x], begin = problem.tiles[2 * blockIdx.x + 1];
   const i64* row = problem.tensors + i64(which) * COLUMNS;
   const float* n = problem.numbers + i64(which) * NUMBERS;
@@ -394,11 +422,26 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_step(con
   const Tensor t = {reinterpret_cast<char*>(row[0]), reinterpret_cast<char*>(row[1]), reinterpret_cast<char*>(row[2]),
                     reinterpret_cast<char*>(row[4]), reinterpret_cast<char*>(row[6]), reinterpret_cast<float*>(row[3]),
                     reinterpret_cast<float*>(row[5]), static_cast<u32>(row[11]), static_cast<u32>(n[9]), static_cast<u32>(row[12])};
-  if (AHEAD) prefetch(t, begin, last);
   const Tables tables = tables_of(lane);
-  for (int at = begin + warp * AT_ONCE; at < last; at += WARPS * AT_ONCE) {
-    // Lanes behind the last block compute it once more and write nothing.
-    const int own = at + lane / LANES, block = min(own, last - 1);
-    if (!turn<false>(problem, t, rule, tables, block, own < last)) turn<true>(problem, t, rule, tables, block, own < last);
+  const u32 stages = static_cast<u32>(__cvta_generic_to_shared(memory)) + warp * STAGES * STAGE;
+  constexpr int STEP = WARPS * AT_ONCE;
+  // First blocks of turns, the same for all lanes; those behind the last block compute it once more and write nothing.
+  int ahead = begin + warp * AT_ONCE, slot = 0;
+  const int own = lane / LANES;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++, ahead += STEP) {
+    if (ahead < last) fetch_turn(stages + i * STAGE, t, min(ahead + own, last - 1));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  for (int at = begin + warp * AT_ONCE; at < last; at += STEP, ahead += STEP) {
+    asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+    const u32 stage = stages + slot * STAGE, before = stages + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE;
+    // The stage of the turn before, whose values are in registers.
+    if (ahead < last) fetch_turn(before, t, min(ahead + own, last - 1));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const int block = min(at + own, last - 1);
+    const bool exists = at + own < last;
+    if (!turn<false>(problem, t, rule, tables, stage, block, exists)) turn<true>(problem, t, rule, tables, stage, block, exists);
+    slot = slot == STAGES - 1 ? 0 : slot + 1;
   }
 }

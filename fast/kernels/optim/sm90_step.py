@@ -2,7 +2,7 @@
 
 It reads the tables of `host` and writes the same bits as `kernel.step_kernel`, which steps what this does not take. There a
 block of 128 is half a warp and elements go one by one through instructions of whole registers; here half as many instructions
-do (`reports/LOG.md`).
+do (`reports/LOG.md`), and each warp reads ahead on its own.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Problem(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """warps: of a program. turns: of a warp, one after the other. resident: programs of a multiprocessor. ahead: whether a
-    program asks the L2 cache for all that it reads at its start. multiply: 1 for digits of codes, 2 for elements by
+    """warps: of a program. turns: of a warp, one after the other. resident: programs of a multiprocessor. stages: turns
+    of which a warp reads ahead, less one. multiply: 1 for digits of codes, 2 for elements by
     multiplications in place of shifts, which leave integer units to others."""
 
     warps: int
     turns: int
     resident: int
-    ahead: bool = True
-    multiply: int = 1
+    stages: int = 3
+    multiply: int = 0
 
     @property
     def cluster(self) -> int:
@@ -64,14 +64,16 @@ class Variant(NamedTuple):
 
 
 #: By bits of codes.
-VARIANTS = {4: Variant(4, 4, 4), 8: Variant(4, 4, 4)}
+VARIANTS = {4: Variant(1, 16, 20), 8: Variant(1, 16, 20, 2)}
+#: Bits of codes that it is known to step faster than Triton's kernel does (reports/LOG.md).
+QUICKER = {4}
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "BITS": problem.bits, "BLOCK": problem.block, "ADAM": int(problem.adam), "ROUNDS": int(problem.rounds),
         "MASTER": problem.master, "WARPS": variant.warps, "TURNS": variant.turns, "RESIDENT": variant.resident,
-        "AHEAD": int(variant.ahead), "MULTIPLY": variant.multiply,
+        "STAGES": variant.stages, "MULTIPLY": variant.multiply,
     }  # fmt: skip
 
 
@@ -94,9 +96,9 @@ def problem_of(kind: Kind) -> Problem | None:
 
 
 def taken(kind: Kind, tensor: torch.Tensor) -> Problem | None:
-    """The problem of a step on a tensor's device, where this kernel takes it, compiles and loads there."""
+    """The problem of a step on a tensor's device, where this kernel takes it, is the faster one, compiles and loads there."""
     problem = problem_of(kind) if is_served(tensor) else None
-    if problem is None:
+    if problem is None or problem.bits not in QUICKER:
         return None
     device = tensor.get_device()
     return problem if cuda.is_loadable(KERNEL, VARIANTS[problem.bits], problem, device) else None
@@ -106,6 +108,11 @@ def blocks_of(problem: Problem, variant: Variant | None = None) -> int:
     """Blocks of a program."""
     variant = variant or VARIANTS[problem.bits]
     return variant.threads * variant.turns * EACH // problem.block
+
+
+def stage_of(problem: Problem) -> int:
+    """Bytes of a turn of a warp in shared memory: parameters and gradients, codes, errors, scales."""
+    return 32 * EACH * (32 + 2 * problem.bits + problem.master) // 8 + 256
 
 
 def launch(
@@ -124,9 +131,9 @@ def launch(
 
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, variant: Variant, programs: int, seed: int) -> CudaLaunch:
-    return CudaLaunch(
-        KERNEL, variant, problem, POINTERS, programs, 0, (NUMBERS, (*keys_of(seed), 4, 256, 65536))
-    )
+    shared = variant.warps * variant.stages * stage_of(problem)
+    numbers = (*keys_of(seed), 4, 256, 65536)
+    return CudaLaunch(KERNEL, variant, problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 
 def keys_of(seed: int) -> tuple[int, ...]:

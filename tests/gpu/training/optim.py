@@ -57,18 +57,15 @@ GRID = (
     (512, 1, 16, 2),
     (512, 1, 64, 2),
 )
-#: Of the kernel in CUDA C++: warps, turns, programs of a multiprocessor, whether it asks the cache ahead, what is multiplied.
-VARIANTS = (
-    Variant(4, 4, 4, True, 0),
-    Variant(4, 4, 4, True, 1),
-    Variant(4, 4, 4, True, 3),
-    Variant(4, 4, 4, False, 1),
-    Variant(4, 4, 5, True, 1),
-    Variant(4, 8, 4, True, 1),
-    Variant(4, 2, 4, True, 1),
-    Variant(2, 4, 9, True, 1),
-    Variant(4, 4, 6, True, 1),
-)
+#: Of the kernel in CUDA C++: warps, turns, programs of a multiprocessor, stages, what is multiplied.
+VARIANTS = tuple(
+    Variant(*one)
+    for one in (
+        (1, 16, 16, 2), (1, 16, 16, 3), (1, 16, 16, 4), (1, 16, 20, 2), (1, 16, 20, 3), (1, 16, 24, 2), (1, 16, 24, 3),
+        (1, 8, 20, 2), (1, 8, 20, 3), (1, 32, 20, 2), (1, 32, 20, 3), (1, 64, 20, 2), (1, 64, 20, 3), (1, 16, 20, 2, 1),
+        (1, 16, 20, 3, 1), (1, 16, 20, 3, 3), (1, 16, 18, 3), (2, 16, 10, 2), (2, 16, 10, 3), (4, 16, 5, 3),
+    )
+)  # fmt: skip
 #: What it is compiled for of each of TUNED.
 PROBLEMS = {
     "8bit": Problem(8, 256, False, False, 0), "4bit": Problem(4, 128, False, False, 0),
@@ -223,7 +220,7 @@ def alike() -> None:
             torch.manual_seed(0)
             ps = parameters()
             one = make(ps, lr=1e-3, nonfinite="propagate")
-            with around():
+            with around(), mock.patch.object(sm90_step, "QUICKER", {4, 8}):
                 for _ in range(3):
                     one.step()
             used = any(tables.problem is not None for tables in one._updates._launches.tables.values())
@@ -255,7 +252,7 @@ def step(rows: list[dict[str, object]]) -> None:
             around = by_triton() if variant is None else mock.patch.dict(
                 sm90_step.VARIANTS, dict.fromkeys(sm90_step.VARIANTS, variant)
             )  # fmt: skip
-            with around:
+            with around, mock.patch.object(sm90_step, "QUICKER", {4, 8}):
                 steps[f"{kind}, {'Triton' if variant is None else tuple(variant)}"] = graphed(one.step)
         if kind == "4bit":
             one = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
