@@ -2,21 +2,23 @@
 
 Models with tables on different ranks exchange rows (sums of bags) after the lookups and their gradients before the update. Here
 a row is quantized by a scheme whose scales are of rows, its codes and scales travel as bytes in one collective, and the
-receiver dequantizes: what arrives is `dequantize(quantize(row))`, whatever the ranks. Nothing is added on the way: a reduction
-of codes would have to be dequantized at every step.
+receiver dequantizes: what arrives is `dequantize(quantize(row))`, whatever the ranks. On a GPU one launch makes the bytes of
+rows of 8 bits with one scale, and one the values. Nothing is added on the way: a reduction of codes would have to be
+dequantized at every step.
 
-FP8 takes 132 bytes for 128 elements, bfloat16 256. How long that takes depends on the network and is not measured here.
+FP8 takes 132 bytes for 128 elements, bfloat16 256. How long that takes depends on the network (experiment `distributed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fast.dispatch import has_kernels
 from fast.ops import once_differentiable
 from fast.quantize.quantize import dequantize, quantize
 from reference import Quantized, Scheme
@@ -74,13 +76,36 @@ def all_to_all_rows(
 
 def row_bytes(scheme: str | Scheme, width: int) -> int:
     """Bytes of a row of so many elements; ValueError where its scales are not of rows alone."""
-    q = quantize(torch.zeros(1, width), scheme_of(scheme), packed=True)
+    return sum(length for _, _, length in row_of(scheme_of(scheme), width, torch.float32).parts)
+
+
+class Row(NamedTuple):
+    """What is stored of a row: names, dtypes and bytes of its parts, the blocks' axis, whether codes are packed."""
+
+    parts: tuple[tuple[str, torch.dtype, int], ...]
+    axis: int
+    packed: bool
+
+
+#: Rows by the keys of schemes, widths and dtypes: what a small quantized row has said.
+_rows: dict[tuple[str, int, torch.dtype], Row] = {}
+
+
+def row_of(scheme: Scheme, width: int, dtype: torch.dtype) -> Row:
+    """A stored row of so many elements; ValueError where its scales are not of rows alone."""
+    known = _rows.get((scheme.key, width, dtype))
+    if known is not None:
+        return known
+    q = quantize(torch.zeros(1, width, dtype=dtype), scheme, packed=True)
     if not by_rows(q) or q.outer is not None:
         raise ValueError(
             f"{q.scheme.name} has scales of more than a row; rows travel by a scheme such as fp8_rowwise, int8_rowwise or "
             f"mxfp8_e4m3"
         )
-    return sum(part.nbytes for part in (getattr(q, name) for name in PARTS) if part is not None)
+    parts = [(name, part) for name in PARTS if (part := getattr(q, name)) is not None]
+    row = Row(tuple((name, part.dtype, part.nbytes) for name, part in parts), q.axis, q.packed)
+    _rows[scheme.key, width, dtype] = row
+    return row
 
 
 class _AllToAll(torch.autograd.Function):
@@ -102,24 +127,37 @@ class _AllToAll(torch.autograd.Function):
 
 def exchanged(x: torch.Tensor, send: list[int], receive: list[int], scheme: Any, group: Any) -> torch.Tensor:
     """What arrives of the ranks' rows, in one collective."""
-    rows, width = sum(receive), x.shape[1]
+    x = x.contiguous()
     if scheme is None:
-        return _sent(x.contiguous(), send, receive, group)
-    q = quantize(x.contiguous(), scheme_of(scheme), packed=True)
-    parts = {name: part for name in PARTS if (part := getattr(q, name)) is not None}
-    sent = torch.cat([_bytes(part) for part in parts.values()], 1)
-    lengths = [_bytes(part).shape[1] for part in parts.values()]
-    arrived = torch.split(_sent(sent, send, receive, group), lengths, 1)
-    stored = {
-        name: _from_bytes(some, part.dtype) for some, (name, part) in zip(arrived, parts.items(), strict=True)
-    }
-    codes = stored["codes"].reshape(
-        packed_shape((rows, width), q.scheme.format) if q.packed else (rows, width)
-    )
-    back = Quantized(
-        codes, stored["scale"], None, stored.get("zero"), (rows, width), q.axis, q.scheme, q.packed
-    )
-    return dequantize(back, x.dtype)
+        return _sent(x, send, receive, group)
+    scheme = scheme_of(scheme)
+    return values_of(_sent(joined(x, scheme), send, receive, group), scheme, x.shape[1], x.dtype)
+
+
+def joined(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Quantized rows of x as bytes (rows, `row_bytes`): codes, scales, zero points behind each other."""
+    if has_kernels(x):
+        from fast.kernels.quantize.joined_rows import join_rows
+
+        if (made := join_rows(x, scheme)) is not None:
+            return made
+    q = quantize(x, scheme, packed=True)
+    return torch.cat([_bytes(part) for name in PARTS if (part := getattr(q, name)) is not None], 1)
+
+
+def values_of(arrived: torch.Tensor, scheme: Scheme, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `joined` rows of so many elements stand for."""
+    if has_kernels(arrived):
+        from fast.kernels.quantize.joined_rows import split_rows
+
+        if (made := split_rows(arrived, scheme, dtype)) is not None:
+            return made
+    row, shape = row_of(scheme, width, dtype), (len(arrived), width)
+    pieces = torch.split(arrived, [length for _, _, length in row.parts], 1)
+    stored = {name: _from_bytes(some, kind) for some, (name, kind, _) in zip(pieces, row.parts, strict=True)}
+    codes = stored["codes"].reshape(packed_shape(shape, scheme.format) if row.packed else shape)
+    back = Quantized(codes, stored["scale"], None, stored.get("zero"), shape, row.axis, scheme, row.packed)
+    return dequantize(back, dtype)
 
 
 def _sent(x: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:

@@ -82,7 +82,7 @@ def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> N
     """
     t: QuantizedTensor = out if isinstance(out, QuantizedTensor) else out.to_local()
     for name, gathered in _received(t, outputs, metadata).items():
-        part = getattr(t, name)
+        part = t.__dict__[name]
         if part.data_ptr() != gathered.data_ptr():
             # The same weight again: what a compiled forward has kept of it for its backward is still right.
             with _unsafe_preserve_version_counter(part):
@@ -158,7 +158,7 @@ def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: M
     names, whole, as_bytes = metadata
     t = t.plain
     if not as_bytes:
-        return {name: received(part, getattr(t, name)) for name, part in zip(names, outputs, strict=True)}
+        return {name: received(part, t.__dict__[name]) for name, part in zip(names, outputs, strict=True)}
     rows = torch.cat([output.flatten(1) for output in outputs], 1)[: whole[0]]
     parts: Parts = {}
     start = 0

@@ -279,7 +279,7 @@ def is_flat(t: QuantizedTensor) -> bool:
 
 def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
     """Whether a part of a piece along an axis is a piece of the whole's part."""
-    part = t.parts[name]
+    part = getattr(t, name)
     if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
         return False
     spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis

@@ -128,8 +128,12 @@ def own_memory(w: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """The transposed matrix, contiguous."""
-    return x.t().contiguous()
+    """The transposed matrix of bytes, contiguous."""
+    if torch.compiler.is_compiling() or not has_kernels(x):
+        return x.t().contiguous()
+    from fast.kernels.rowwise_colwise.turned import turned_bytes
+
+    return turned_bytes(x)
 
 
 def words(x: torch.Tensor, operand: Operand, seed: int | None, stream: int) -> torch.Tensor | None:

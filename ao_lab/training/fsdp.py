@@ -8,7 +8,8 @@ plain.
 
 **What is sent** are codes and scales of `fast.quantize` of the whole weight. The shard is cast to the dtype that FSDP2 would
 gather in (`MixedPrecisionPolicy.param_dtype`) and then quantized, so that gathering codes instead of values changes no bit of
-what follows. Scales along rows lie beside their rows and are sent with them; one scale for the tensor is reduced over the
+what follows. It is quantized once until it is written to: forward and backward of a step, and all its micro-batches, send the
+same codes. Scales along rows lie beside their rows and are sent with them; one scale for the tensor is reduced over the
 ranks. How codes and scales travel, and what happens where ranks do not divide the rows, is that of quantized weights:
 `ao_lab.tensor.fsdp`. There a rowwise weight takes two bytes an element, as the bytes of its scales need a second tensor.
 
@@ -35,6 +36,8 @@ What equals one process bit for bit, and what does not:
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -50,11 +53,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fast
 from ao_lab.config.recipe import Recipe as Storage
-from ao_lab.tensor.fsdp import Metadata, gathered_parts, refill, whole_weight
+from ao_lab.tensor.fsdp import Metadata, gathered_parts, refill, sent, whole_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.training.scales_over_ranks import amax_over, apart, magnitudes, scales_of
 from ao_lab.transforms.layers import check_model
-from reference import Scales, Scheme
+from reference import Quantized, Scales, Scheme
 from reference.training.recipe import Recipe
 
 aten = torch.ops.aten
@@ -85,6 +89,15 @@ class Amax:
     version: tuple[int, ...] | None = None
     #: How many operations have written to the shard.
     writes: int = 0
+    #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
+    sent: tuple[tuple[Any, ...], Gathered] | None = None
+    #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
+    form: tuple[tuple[Any, ...], Metadata] | None = None
+
+    def written(self) -> None:
+        """Count an operation that writes to the shard; what was made of its values is let go."""
+        self.writes += 1
+        self.sent = None
 
 
 @lru_cache(maxsize=256)
@@ -97,6 +110,27 @@ def writes_first(func: Any) -> bool:
     ]
     changes_shape = torch.Tag.inplace_view in func.tags or func in VIEWS
     return any(written[:1]) and not any(written[1:]) and len(schema.returns) == 1 and not changes_shape
+
+
+@lru_cache(maxsize=256)
+def writes_lists(func: Any) -> bool:
+    """Whether an operation writes to the tensors of its first argument, a list, and returns nothing: foreach operations, whose
+    lists have every weight of an optimizer."""
+    schema = func._schema
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    return (
+        any(written[:1])
+        and not any(written[1:])
+        and not schema.returns
+        and str(schema.arguments[0].type) == "List[Tensor]"
+    )
+
+
+def inside(given: Any) -> Any:
+    """Plain tensors for shards, alone or in a list."""
+    if isinstance(given, (list, tuple)):
+        return [one.dense if isinstance(one, CastOnGather) else one for one in given]
+    return given.dense if isinstance(given, CastOnGather) else given
 
 
 def plainly_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -134,14 +168,20 @@ class CastOnGather(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if writes_lists(func):
+            for t in args[0]:
+                if isinstance(t, CastOnGather):
+                    t.known.written()
+            func(*(inside(one) for one in args), **{name: inside(one) for name, one in kwargs.items()})
+            return None
         if writes_first(func) and isinstance(args[0], CastOnGather) and plainly_given(args, kwargs):
-            args[0].known.writes += 1
+            args[0].known.written()
             func(*(t.dense if isinstance(t, CastOnGather) else t for t in args), **kwargs)
             return args[0]
         shards = [t for t in tree_leaves((args, kwargs)) if isinstance(t, CastOnGather)]
         if func._schema.is_mutable:
             for shard in shards:
-                shard.known.writes += 1
+                shard.known.written()
         inner_args, inner_kwargs = tree_map_only(CastOnGather, lambda t: t.dense, (args, kwargs))
         result = func(*inner_args, **inner_kwargs)
         first = shards[0]
@@ -171,30 +211,79 @@ class CastOnGather(torch.Tensor):
         return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-Sent = tuple[QuantizedTensor, Metadata]
+#: What stays on this rank: the shard's codes and scales, their dtype, what was sent, and a number that no other codes have.
+Sent = tuple[Quantized, torch.dtype, Metadata, int]
+#: The tensors to gather, and what stays.
+Gathered = tuple[tuple[torch.Tensor, ...], Sent]
+_numbers = itertools.count()
+#: Where a gathered weight has the number of the codes that it was made of.
+MADE_OF = "_made_of"
 
 
-@torch.no_grad()
-def fsdp_pre_all_gather(
-    self: CastOnGather, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
-) -> tuple[tuple[torch.Tensor, ...], Sent]:
-    """The tensors to gather, and what stays on this rank (codes and scales of the shard, and what they are): a method of
-    `CastOnGather`."""
-    dtype = mp_policy.param_dtype or self.dtype
-    x, scales, whole = self.dense.to(dtype), None, tuple(outer_size)
-    if self.shape[1:] != whole[1:]:
+def sent_again(
+    shard: CastOnGather, mesh: Any, whole: Any, stride: Any, module: nn.Module, mp_policy: Any
+) -> Gathered:
+    """The tensors to gather, and what stays on this rank; those of before as long as the weight has not changed.
+
+    So forward and backward of a step, and all micro-batches until the optimizer writes, send what was quantized once. It takes
+    a byte an element of the shard from the first gather of a step until then.
+    """
+    known, dtype = shard.known, mp_policy.param_dtype or shard.dtype
+    key = (version_of(shard, module), dtype, whole, mesh, shard.dense.data_ptr(), shard.shape)
+    if known.sent is not None and known.sent[0] == key:
+        return known.sent[1]
+    with torch.no_grad():
+        found = quantized_shard(shard, mesh, tuple(whole), module, dtype)
+    # Where some rank has no rows, ranks would not agree whose codes are old, and reduce scales at different times.
+    if shard.scheme.scale.block != "tensor" or weight_rows_everywhere(whole[0], mesh.size()):
+        known.sent = key, found
+    return found
+
+
+def quantized_shard(
+    shard: CastOnGather, mesh: Any, whole: tuple[int, ...], module: nn.Module, dtype: torch.dtype
+) -> Gathered:
+    """The same, quantized now."""
+    if shard.shape[1:] != whole[1:]:
         raise ValueError(
-            f"weights that are gathered quantized are split along axis 0, got a shard {tuple(self.shape)} of {whole}; leave "
+            f"weights that are gathered quantized are split along axis 0, got a shard {tuple(shard.shape)} of {whole}; leave "
             "out shard_placement_fn, or the FP8 all-gather"
         )
-    if self.scheme.scale.block == "tensor":
-        scales = Scales(scale_of(self, whole[0], mesh.get_group(), module, dtype))
-    q = fast.quantize(x, self.scheme, scales=scales)
+    x, scales = shard.dense.to(dtype), None
+    if shard.scheme.scale.block == "tensor":
+        scales = Scales(scale_of(shard, whole[0], mesh.get_group(), module, dtype))
+    q = fast.quantize(x, shard.scheme, scales=scales)
     if not x.numel() and scales is None:  # without strides of 0, so that its bytes can be seen
         q = replace(q, scale=q.scale.new_empty(q.scale.shape))
-    shard = from_quantized(q, Storage(weight=self.scheme), dtype)
-    parts, metadata = gathered_parts(shard, mesh, whole)
-    return parts, (shard, metadata)
+    known, kind = shard.known, (dtype, whole, mesh, shard.shape)
+    if known.form is not None and known.form[0] == kind:
+        metadata = known.form[1]
+        parts = tuple([sent(getattr(q, name)) for name in metadata[0]])
+    else:
+        parts, metadata = gathered_parts(stored_shard(q, dtype), mesh, whole)
+        known.form = None if metadata[2] else (kind, metadata)
+    return parts, (q, dtype, metadata, next(_numbers))
+
+
+def stored_shard(q: Quantized, dtype: torch.dtype) -> QuantizedTensor:
+    """Codes and scales as a weight of a dtype."""
+    return from_quantized(q, Storage(weight=q.scheme), dtype)
+
+
+class PreAllGather:
+    """The method of a shard that FSDP2 asks what to send: `sent_again`. FSDP2 reads its signature at each call, which takes as
+    long as the call: here it lies ready."""
+
+    __slots__ = ("shard",)
+    __signature__ = inspect.Signature(list(inspect.signature(sent_again).parameters.values())[1:])
+
+    def __init__(self, shard: CastOnGather) -> None:
+        self.shard = shard
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> Gathered:
+        return sent_again(self.shard, mesh, outer_size, outer_stride, module, mp_policy)
 
 
 @torch.no_grad()
@@ -208,22 +297,25 @@ def fsdp_post_all_gather(
 ) -> Any:
     """The whole weight and the tensors of which FSDP2 takes the memory back; or `out` brought up to date, and None: a method of
     `CastOnGather`."""
-    shard, metadata = kept
-    if shard.scale.is_cuda:  # made on the stream that sends, and read on this one
-        shard.scale.record_stream(torch.cuda.current_stream())
-    if out is None:
+    q, dtype, metadata, number = kept
+    own = out if out is None or isinstance(out, QuantizedTensor) else out.to_local()
+    scale_is_new = "scale" not in metadata[0] and (own is None or own.__dict__.get(MADE_OF) != number)
+    if scale_is_new and q.scale.is_cuda:  # made on the stream that sends, and read on this one
+        q.scale.record_stream(torch.cuda.current_stream())
+    if own is None:
         # The scale of the shard may be one of many that were found together; the weight has one of its own.
-        own = shard.remade({**shard.parts, "scale": shard.scale.clone()})
-        return whole_weight(own, outputs, metadata, param_dtype)
-    refill(out, outputs, metadata)
-    if "scale" not in metadata[0]:
-        out.scale.copy_(shard.scale)
+        shard = stored_shard(replace(q, scale=q.scale.clone()), dtype)
+        return whole_weight(shard, outputs, metadata, param_dtype)
+    refill(own, outputs, metadata)
+    if scale_is_new:
+        own.scale.copy_(q.scale)
+        own.__dict__[MADE_OF] = number
     return None
 
 
 # FSDP2 asks a shard for these two methods.
-for hook in (fsdp_pre_all_gather, fsdp_post_all_gather):
-    setattr(CastOnGather, hook.__name__, hook)
+CastOnGather.fsdp_pre_all_gather = property(PreAllGather)  # type: ignore[attr-defined]
+CastOnGather.fsdp_post_all_gather = fsdp_post_all_gather  # type: ignore[attr-defined]
 
 
 def gather_recipe(recipe: Recipe) -> Recipe:
@@ -375,10 +467,6 @@ def _distributed(like: Any, local: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-#: What `one_block_a_row` has made, by the keys of schemes; a cache of functools is none to torch's tracer.
-ROWS: dict[str, Scheme] = {}
-
-
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """The scales of all weights that FSDP2 gathers as tensorwise FP8 codes, in one reduction; torchao's function of this name.
@@ -397,9 +485,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
             groups.setdefault(group, []).append((one, weight))
     for group, members in groups.items():
         amaxes = amax_over(magnitudes([weight.dense for _, weight in members]), group)
-        for (one, weight), amax in zip(members, amaxes, strict=True):
+        for (one, weight), amax in zip(members, amaxes.unbind(), strict=True):
             remember(weight, amax, version_of(weight, one))
-        _remember_scales([weight for _, weight in members])
+        _remember_scales([weight for _, weight in members], amaxes)
 
 
 def gathered_weights(module: nn.Module) -> list[tuple[Any, CastOnGather]]:
@@ -444,15 +532,15 @@ def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...])
     known.amax, known.scale, known.version = amax, None, version
 
 
-def _remember_scales(weights: Sequence[CastOnGather]) -> None:
-    """The scales of weights whose magnitudes are known, made together for those of one scheme and dtype."""
-    kinds: dict[tuple[Scheme, torch.dtype], list[CastOnGather]] = {}
-    for weight in weights:
-        kinds.setdefault((weight.scheme, weight.known.dtype or weight.dtype), []).append(weight)
+def _remember_scales(weights: Sequence[CastOnGather], amaxes: torch.Tensor) -> None:
+    """The scales of weights of these magnitudes (n), made together for those of one scheme and dtype."""
+    kinds: dict[tuple[Scheme, torch.dtype], list[int]] = {}
+    for at, weight in enumerate(weights):
+        kinds.setdefault((weight.scheme, weight.known.dtype or weight.dtype), []).append(at)
     for (scheme, dtype), same in kinds.items():
-        scales = scales_of(torch.stack([weight.known.amax for weight in same]), scheme, dtype)  # type: ignore[misc]
-        for weight, scale in zip(same, scales.unbind(), strict=True):
-            weight.known.scale, weight.known.dtype = scale, dtype
+        found = scales_of(amaxes if len(kinds) == 1 else amaxes[same], scheme, dtype)
+        for at, scale in zip(same, apart(found), strict=True):
+            weights[at].known.scale, weights[at].known.dtype = scale, dtype
 
 
 def scale_of(
@@ -474,33 +562,6 @@ def scale_of(
             )
         known.scale, known.dtype = scales_of(amax.reshape(1), weight.scheme, dtype)[0], dtype
     return known.scale
-
-
-def magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each tensor, float32: NaN where one is NaN, 0 of a tensor without elements."""
-    filled = [t for t in tensors if t.numel()]
-    norms = iter(torch._foreach_norm(filled, ord=math.inf) if filled else ())
-    zero = torch.zeros((), device=tensors[0].device)
-    return torch.stack([next(norms).float() if t.numel() else zero for t in tensors])
-
-
-def amax_over(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest of non-negative float32 values over the ranks of a group; NaN where one is."""
-    bits = amaxes.abs().view(torch.int32)
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return bits.view(torch.float32)
-
-
-def scales_of(amaxes: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """The scale of blocks whose largest magnitudes, once they are cast to `dtype`, are amaxes (n): scales (n)."""
-    return fast.choose_scales(amaxes.to(dtype).reshape(-1, 1), one_block_a_row(scheme)).scale.reshape(-1)  # type: ignore[no-any-return]
-
-
-def one_block_a_row(scheme: Scheme) -> Scheme:
-    """The scheme with one scale for each row, by the same rule."""
-    if scheme.key not in ROWS:
-        ROWS[scheme.key] = replace(scheme, name=f"{scheme.name}_rows", scale=replace(scheme.scale, block=-1))
-    return ROWS[scheme.key]
 
 
 __all__ = ["precompute_float8_dynamic_scale_for_fsdp"]

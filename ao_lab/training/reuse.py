@@ -5,7 +5,7 @@ with sooner than the host has chosen them again. So what the first steps of a sh
 is kept as one object, under one key that has all that choices depend on. Casts write each operand as its product reads it
 (`views_of`): an operand a (M, K) or b (N, K) of a @ b.T is stored row after row, K innermost, with one float32 scale for each
 row or in all. `torch._scaled_mm` reads 8-bit floats, b as (K, N) and its scales as (1, N); `fast.linear_of_codes` bytes as
-they are stored.
+they are stored. A weight that FSDP2 gathered as codes is read as it is; w.T is made of these codes.
 
 **Casts** of an input serve the linear layers that follow each other with it: query, key and value, gate and up. In eager
 steps the quantized copies of the last input are given to the next layer too, where it has the same input, unchanged, and the
@@ -31,11 +31,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ao_lab.gemm import choices
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.casts import transposed
 from ao_lab.training.products import FLOAT8, is_captured, is_one_scale, select_product, stand_in
 from fast import dispatch
 from fast.dispatch import PLAIN, Function, has_kernels, is_transformed
 from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.quantize.quantize import QUANTIZE, QUANTIZE_TURNED
+from fast.quantize.quantize import DEQUANTIZE, QUANTIZE, QUANTIZE_TURNED
 from fast.quantize.rowwise_colwise import QUANTIZE_BOTH
 from reference import Scheme
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
@@ -70,11 +72,18 @@ class Side:
         return (self.rows, 1) if self.has_row_scales else ()
 
 
-def side_of(operand: Operand, rows: int, length: int) -> Side | None:
-    """The operand where prepared steps serve it: 8-bit floats with one scale for each row or tensor, made of the tensor itself,
-    nothing mixed or drawn."""
+def side_of(operand: Operand, rows: int, length: int, source: str = "tensor") -> Side | None:
+    """The operand where prepared steps serve it: 8-bit floats with one scale for each row or tensor, nothing mixed or drawn.
+
+    source: of what it is made, besides the tensor itself.
+    """
     scheme = operand.scheme
-    if scheme is None or operand.hadamard or operand.is_stochastic or operand.source != "tensor":
+    if (
+        scheme is None
+        or operand.hadamard
+        or operand.is_stochastic
+        or operand.source not in ("tensor", source)
+    ):
         return None
     plain = scheme.element in FLOAT8 and is_one_scale(scheme)
     return Side(scheme, rows, length) if plain else None
@@ -161,7 +170,7 @@ def find(
     # First what `ao_lab.tune` changes: a step of older choices is never under the key of newer ones.
     chosen = choices.VERSION[0], choices.pinned(), is_captured(x)
     added = None if bias is None else (bias.shape, bias.dtype, bias.device)
-    key = (chosen, recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, added)
+    key = (chosen, recipe.key, x.shape, x.dtype, x.device, *_known(w), added)
     step = _steps.get(key)
     if isinstance(step, Step):
         return step
@@ -179,9 +188,26 @@ def complete() -> None:
 
 
 def _is_trained(x: torch.Tensor, w: torch.Tensor) -> bool:
-    if type(w) not in PLAIN or x.is_inference():
+    if not (type(w) in PLAIN or _is_gathered(w)) or x.is_inference():
         return False
     return x.requires_grad and w.requires_grad and torch.is_grad_enabled() and x.numel() > 0
+
+
+def _known(w: torch.Tensor) -> tuple[Any, ...]:
+    """What keys have of a weight. Of one that came as codes what they say, which is sooner asked."""
+    if isinstance(w, QuantizedTensor):
+        return w.codes.shape, w.meta.dtype, w.codes.device, w.meta.recipe.weight.key
+    return w.shape, w.dtype, w.device, None
+
+
+def _is_gathered(w: torch.Tensor) -> bool:
+    """Whether a weight came as codes, which lie in rows (FSDP2's FP8 all-gather)."""
+    return (
+        type(w) is QuantizedTensor
+        and w.meta.layout == "plain"
+        and not w.meta.transposed
+        and w.codes.dim() == 2
+    )
 
 
 def _keep(key: tuple[Any, ...], step: Step | int) -> None:
@@ -204,14 +230,22 @@ def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe
     m = x.numel() // k
     records = tuple(getattr(recipe, name) for name in PRODUCTS)
     lengths = ((m, k), (n, k)), ((m, n), (k, n)), ((n, m), (k, m))
-    operands = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
+    # Codes of w.T are made of those of w where these alone are there.
+    made = "output" if isinstance(w, QuantizedTensor) else "tensor"
+    sources = ("tensor", made, "tensor")
+    operands = [
+        (side_of(r.a, *a), side_of(r.b, *b, source))
+        for r, (a, b), source in zip(records, lengths, sources, strict=True)
+    ]
     sides = tuple((a, b) for a, b in operands if a is not None and b is not None)
     others = any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (w, bias))
     others = others or x.shape[-1] != k or (bias is not None and bias.shape != (n,))
     if len(sides) < len(PRODUCTS) or others or x.dtype not in HALVES:
         return None
-    (own, _), (gradient, _), (gradient_t, own_t) = sides
+    (own, weight), (gradient, _), (gradient_t, own_t) = sides
     if own.scheme != own_t.scheme or gradient.scheme != gradient_t.scheme:
+        return None
+    if isinstance(w, QuantizedTensor) and w.scheme != weight.scheme:
         return None
     names = tuple(
         _chosen(name, record, *pair, x) for name, record, pair in zip(PRODUCTS, records, sides, strict=True)
@@ -227,11 +261,17 @@ def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
     (view_x, view_w), (view_g, view_w_t), (view_g_t, _) = problem.views
     rows, alone, both = weight.rows, (-1, False, False), (False, False, False)
     of_x, of_g, of_w = (own.rows, own.length), (own.rows, rows), (rows, own.length)
+    columns = _cast(QUANTIZE_TURNED, alone, weight_t, of_w, x, None, view_w_t)
+    weights: tuple[Cast | None, Cast | None]
+    if isinstance(w, QuantizedTensor):
+        weights = _rows_of_codes(view_w), _columns_of_codes(w, weight_t, view_w_t, columns)
+    else:
+        weights = _cast(QUANTIZE, alone, weight, of_w, w, view_w, None), columns
     casts = (
         _cast(QUANTIZE_BOTH, both, own, of_x, x, view_x, STORED),
-        _cast(QUANTIZE, alone, weight, of_w, w, view_w, None),
+        weights[0],
         _cast(QUANTIZE_BOTH, both, gradient, of_g, x, view_g, view_g_t),
-        _cast(QUANTIZE_TURNED, alone, weight_t, of_w, w, None, view_w_t),
+        weights[1],
     )
     products = [_multiply(problem, at, x, None if at else bias) for at in range(len(PRODUCTS))]
     if None in casts or None in products:
@@ -266,6 +306,37 @@ def _cast(
         return None
     viewed: Cast = call.viewed(**wanted)  # type: ignore[attr-defined]
     return viewed
+
+
+def _rows_of_codes(view: View) -> Cast:
+    """Codes and scale of a weight that came as codes, as its product reads them."""
+    codes, scale = view
+    return lambda w: (_seen(w.codes, codes), _seen(w.scale, scale))
+
+
+def _columns_of_codes(w: QuantizedTensor, side: Side, view: View, columns: Cast | None) -> Cast | None:
+    """The same of its transpose: with one scale in all of the same codes, else of what they stand for; None where such a call
+    was not made yet. columns: the cast of a dense matrix's transpose."""
+    codes, scale = view
+    if side.scheme == w.scheme and side.scheme.scale.block == "tensor":
+        return lambda w: (_seen(transposed(w.codes), codes), _seen(w.scale, scale))
+    values = (w.dtype, tuple(w.shape), w.dim() - 1, False, False)
+    call = dispatch.find(dispatch.key_of(DEQUANTIZE.name, w.scheme, values, (w.codes, w.scale, None, None)))
+    if call is None or columns is None:
+        return None
+
+    def of_values(w: Any) -> Any:
+        dense = call(w.codes, w.scale, None, None)
+        return columns(dense)
+
+    return of_values
+
+
+def _seen(part: torch.Tensor, size: Size) -> torch.Tensor:
+    """A stored part by a shape, strides and a dtype."""
+    shape, strides, dtype = size
+    part = part if part.dtype == dtype else part.view(dtype)
+    return part if part.shape == shape else torch.as_strided(part, shape, strides)
 
 
 def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:

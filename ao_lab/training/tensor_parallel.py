@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ao_lab.training.casts import FindScales
-from ao_lab.training.fsdp import amax_over, magnitudes, scales_of
 from ao_lab.training.layers import LowPrecisionLinear, low_precision_linear, mark_run
+from ao_lab.training.scales_over_ranks import amax_over, magnitudes, scales_of
 from reference import Scales, Scheme
 from reference.training.recipe import Operand
 

@@ -39,6 +39,8 @@ RUNS = (NOTHING, DIES, DIES_SAVING, SLOW, HANGS)
 ENDING = (DIES, DIES_SAVING, HANGS)
 #: Seconds that a rank comes late, after which the group gives up on one, and in which a run of such has ended.
 LATE, TIMEOUT, ENDED = 4.0, 20.0, 110.0
+#: Seconds after the others' end in which one that never comes is killed.
+FOLLOW = 5.0
 
 
 class Run:
@@ -148,12 +150,12 @@ def ends(rank: Rank, folder: Path, what: str = NOTHING) -> tuple[list[int], floa
 
     folder.mkdir(parents=True, exist_ok=True)
     module = f"{__package__}.failures"
-    # Without a dump of all collectives, which takes a minute more before a rank ends.
-    variables = {"RANKS_DEVICE": rank.device.type, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    # Behind a timeout torch waits for dumps of its collectives, four times as long as this says (15 s), before a rank ends.
+    variables = {"RANKS_DEVICE": rank.device.type, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
     started = time.monotonic()
     with (folder / "stderr.txt").open("ab") as errors:
         group = processes(rank.size, [sys.executable, "-m", module, str(folder), what], variables, errors)
-        codes = watch(group, limit=longest(rank), grace=2 * TIMEOUT)
+        codes = watch(group, limit=longest(rank), grace=FOLLOW if what == HANGS else 2 * TIMEOUT)
     return codes, time.monotonic() - started
 
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import ao_lab
-from ao_lab.tensor.all_to_all import all_to_all_rows, row_bytes
+from ao_lab.tensor import all_to_all
+from ao_lab.tensor.all_to_all import all_to_all_rows, joined, row_bytes, values_of
 from ao_lab.tensor.view_ops import Bundle, waited
+from reference import SCHEMES
+from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 from tests.support.distributed.ranks import check_on_ranks
 
 
@@ -87,6 +90,20 @@ def test_bytes_of_a_row():
     assert found == [132, 132, 80, 132, 133]
     with pytest.raises(ValueError, match="nvfp4 has scales of more than a row"):
         row_bytes("nvfp4", 128)
+
+
+def test_a_launch_before_and_one_behind(monkeypatch):
+    """On a GPU, of rows of 8 bits with one scale; other rows are quantized and copied together."""
+    recorded = Recorded(monkeypatch, Flat)
+    monkeypatch.setattr(all_to_all, "has_kernels", lambda x: True)
+    x = torch.randn(64, 128, dtype=torch.bfloat16)
+    for _ in range(2):
+        sent = joined(x, SCHEMES["fp8_rowwise"])
+        assert sent.shape == (64, row_bytes("fp8_rowwise", 128))
+        y = values_of(sent, SCHEMES["fp8_rowwise"], 128, x.dtype)
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert recorded.counts() == (2, 2)
+    assert joined(x, SCHEMES["mxfp8_e4m3"]).shape == (64, row_bytes("mxfp8_e4m3", 128))
 
 
 def test_there_has_to_be_a_process_group():

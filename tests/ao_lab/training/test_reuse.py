@@ -8,13 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fast
 from ao_lab.gemm import choices
+from ao_lab.tensor.quantized_tensor import quantized
 from ao_lab.training import autograd, casts, reuse
 from ao_lab.training.autograd import PreparedLinear, training_linear
+from ao_lab.training.fsdp import gather_recipe
 from reference.training.recipe import RECIPES
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
@@ -84,6 +87,28 @@ def test_a_repeated_step_is_the_general_one(name, bias, leading, recorded, monke
     assert prepared[:2] == general[:2]
     assert len(prepared[0]) == {"rowwise": 7, "tensorwise": 8}[name]
     assert len(prepared[1]) == 3
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_repeated_step_of_gathered_codes_is_the_general_one(name, recorded, monkeypatch):
+    """The same launches, products and operands; with one scale in all the weight's codes are turned, and that is all."""
+    monkeypatch.setattr(casts, "has_kernels", lambda x: True)
+    recipe = gather_recipe(RECIPES[name])
+    monkeypatch.setitem(RECIPES, name, recipe)
+    x, w, _ = tensors()
+    gathered = nn.Parameter(quantized(w.detach(), recipe.output.b.scheme))
+    assert run(recorded, name, x, w, None)[2] == "TrainingLinearBackward"
+    with monkeypatch.context() as patched:
+        patched.setattr(autograd, "prepared_step", lambda *_: None)
+        run(recorded, name, x, gathered, None)
+        general = run(recorded, name, x, gathered, None)
+    prepared = run(recorded, name, x, gathered, None)
+    assert general[2] == "TrainingLinearBackward"
+    assert prepared[2] == "PreparedLinearBackward"
+    assert prepared[:2] == general[:2]
+    assert len(prepared[0]) == {"rowwise": 7, "tensorwise": 5}[name]
+    transposed = nn.Parameter(gathered.detach().t())
+    assert reuse.find(x, transposed, None, recipe, "auto") is None
 
 
 @pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"])

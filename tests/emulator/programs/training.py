@@ -3,6 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process training values [day | SCHEME ...]
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process training grouped
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process training column_sums [day]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process training turned
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process training joined
 
 values: codes and values of both axes, instructions emulated (`ptx_interpreter`), bit for bit: edge blocks, neighbours of every
 tie and patterns of 16 bits lie along rows, and then along columns; programs of the size that runs are tried on a matrix that
@@ -28,8 +30,10 @@ from fast.kernels import both_axes, grouped
 from fast.kernels import hadamard as hadamard_host
 from fast.kernels.encode import random_words
 from fast.kernels.layers.column_sums import Plan, column_sums, plan_of
+from fast.kernels.quantize.joined_rows import join_rows, split_rows
 from fast.kernels.rowwise_colwise import host as batches
 from fast.kernels.rowwise_colwise import mx
+from fast.kernels.rowwise_colwise.turned import turned_bytes
 from fast.layers.gather import _gather
 from reference import SCHEMES, Scheme
 from reference.layers.hadamard import hadamard
@@ -372,6 +376,43 @@ def sums(part: str = "") -> None:
         raise ValueError("float64 is torch's")
 
 
+def turned() -> None:
+    """Matrices of bytes that fill programs, do not, and are words that 16 bytes do not divide."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((128, 128), (4, 4), (132, 260), (256, 12), (8, 520), (300, 64)):
+        x = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+        assert_same_bits(turned_bytes(x), x.t().contiguous())
+        print(f"turned {rows} x {columns}")
+
+
+def joined() -> None:
+    """Rows of codes and scales as they travel: the bytes of `quantize`, the values of `dequantize`, NaN and infinities too."""
+    ptx_interpreter.install()
+    generator = torch.Generator().manual_seed(0)
+    for name in ("fp8_rowwise", "int8_rowwise"):
+        for dtype in DTYPES:
+            for count, width in ((64, 128), (5, 128), (3, 12), (33, 260)):
+                x = torch.randn(count, width, generator=generator)
+                x = (x * torch.randn(count, 1, generator=generator).mul(4).exp()).to(dtype)
+                x[:3, :3] = torch.tensor(
+                    [[0.0, -0.0, 0.0], [1.0, float("nan"), 2.0], [float("inf"), 1.0, 0.0]]
+                )
+                compare_joined(x, SCHEMES[name])
+            print(f"joined {name} {dtype}")
+
+
+def compare_joined(x: torch.Tensor, scheme: Scheme) -> None:
+    """Both ways."""
+    q = reference.quantize(x, scheme)
+    parts = [part.view(torch.uint8).reshape(len(x), -1) for part in (q.codes, q.scale.contiguous())]
+    made = join_rows(x, scheme)
+    if made is None or (back := split_rows(made, scheme, x.dtype)) is None:
+        raise ValueError(f"no kernel joins {tuple(x.shape)} {x.dtype}")
+    assert_same_bits(made, torch.cat(parts, 1))
+    assert_same_bits(back, reference.dequantize(q, str(x.dtype).removeprefix("torch.")))
+
+
 def main(name: str, *arguments: str) -> None:
     """Compare what has this name."""
-    {"values": values, "grouped": grouped_kernels, "column_sums": sums}[name](*arguments)
+    programs = {"values": values, "grouped": grouped_kernels, "column_sums": sums}
+    {**programs, "turned": turned, "joined": joined}[name](*arguments)

@@ -298,6 +298,9 @@ ELSEWHERE |= {
     "norm_gradient_kernel",
     "rotary_kernel",
     "swiglu_gradient_kernel",
+    "turned_bytes_kernel",
+    "join_rows_kernel",
+    "split_rows_kernel",
 }
 ELSEWHERE |= {
     "compress_kernel",

@@ -18,7 +18,12 @@ from fast.kernels.layers.rms_norm import (
     norm_kernel,
 )
 from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_gradient_kernel, swiglu_kernel
+from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.joined_rows import join_rows_kernel, split_rows_kernel
 from fast.kernels.quantize.plan import _block_length
+from fast.kernels.rowwise_colwise.turned import ACROSS, DOWN, turned_bytes_kernel
+from fast.kernels.rowwise_colwise.turned import WARPS as TURNING
 from fast.layers import column_sums as layer_sums
 from fast.layers.column_sums import column_sums, covers
 from reference import SCHEMES
@@ -139,6 +144,43 @@ def test_sums_of_pieces():
 def test_column_sums_in_the_interpreter(part, compared):
     """Integers, random numbers beside the model of the order, NaN and infinities; shapes, dtypes, plans."""
     assert len(lines_of("training", "column_sums", *part.split())) == 3 + compared + 1
+
+
+def test_rows_are_joined_in_the_interpreter():
+    assert len(lines_of("training", "joined")) == 2 * 3
+
+
+@pytest.mark.parametrize("name", ["fp8_rowwise", pytest.param("int8_rowwise", marks=pytest.mark.nightly)])
+def test_rows_are_joined_in_words(name):
+    """Where a row of codes and its scale is no multiple of 16 bytes, words of four; nothing in local memory."""
+    x = torch.empty((), dtype=torch.bfloat16).expand(106496, 128)
+    of = quantizer.problem_of(x, SCHEMES[name], -1)
+    for kernel, plan, ends in (
+        (join_rows_kernel, plans.quantizing(of), ("x", "joined")),
+        (split_rows_kernel, plans.dequantizing(of), ("joined", "y")),
+    ):
+        (step,) = plan.passes
+        place, numbers = step.place, {"count": 106496, "LENGTH": 128, "PITCH": 132}
+        numbers |= {"MASKED": place.masked, "WIDE": place.wide, "SIZE": place.size, "P": place.p}
+        numbers |= {"SCHEME": step.rule, "OP": step.block_op}
+        numbers |= {"stride": place.integers[-1]} if kernel is join_rows_kernel else {}
+        pointers = {end: "uint8" if end == "joined" else BF16 for end in ends}
+        machine = compiled(kernel, pointers | numbers, place.warps)
+        assert machine.local == 0
+        joined_is_read = ends[0] == "joined"
+        assert machine.widths("STG" if joined_is_read else "LDG") == {"128"}
+        assert machine.widths("LDG" if joined_is_read else "STG") == {"32"}
+
+
+def test_bytes_are_turned_in_the_interpreter():
+    assert len(lines_of("training", "turned")) == 6
+
+
+def test_bytes_are_turned_in_wide_words():
+    numbers = {"groups": 1024, "words": 3584, "WIDE": False, "DOWN": DOWN, "ACROSS": ACROSS}
+    machine = compiled(turned_bytes_kernel, {"x": "uint8", "y": "uint8", **numbers}, TURNING)
+    assert machine.local == 0
+    assert machine.widths("LDG") == machine.widths("STG") == {"128"}
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(BF16, 1024), ("float16", 256), ("float32", 512)])
