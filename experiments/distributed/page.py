@@ -55,6 +55,7 @@ COLUMNS = [
     "passed",
     "s",
     "day",
+    "commit",
 ]
 TIMES = {
     "time": ("ms", 3), "time, 20%": ("20%", 3), "time, 80%": ("80%", 3), "speed over bfloat16": ("over bfloat16", 2),
@@ -223,8 +224,13 @@ def case_line(results: Results, expected: str, name: str) -> list[str]:
     exact = ["" if value is None else f"{value:.3g}" for value in (largest, bound)]
     return [
         name, "" if ranks is None else f"{ranks:.0f}", expected, *whole, *exact, passed,
-        "" if seconds is None else number(seconds, 1), results.day(expected, name),
+        "" if seconds is None else number(seconds, 1), results.day(expected, name), commit_of(results, expected, name),
     ]  # fmt: skip
+
+
+def commit_of(results: Results, setting: str, name: str) -> str:
+    """The commit of a case."""
+    return next((row.commit for row in results.rows if (row.setting, row.method) == (setting, name)), "")
 
 
 def speed_tables(results: Results) -> list[Table]:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.distributed.cases import BITS, ORDER, SLICES, Case, Rank, Tally
+from experiments.distributed.cases import BITS, ORDER, REFUSED, SLICES, Case, Rank, Tally
 from experiments.distributed.inference import laid_out
 from experiments.distributed.training import plain_
 
 TOKENS = 4
 OURS, READ, DENSE = "folder of ours", "quantized while read", "dense folder"
+#: Words of the error of a model that is sharded already.
+WAY_OUT = "Quantize the model first, then shard it"
 #: How transformers cuts layers, by the words of its plans.
 COLUMNS, ROWS = "colwise", "rowwise"
 SCHEMES = ("int8_rowwise", "int4_g32_asymmetric", "fp8_rowwise", "mxfp4", "nvfp4")
@@ -141,6 +143,23 @@ def split_model(rank: Rank, tally: Tally, scheme: str | None, stored: bool) -> N
         tally.bits("generated tokens", many.generate(ids, **options), sliced.generate(ids, **options))
 
 
+def quantized_then(rank: Rank, tally: Tally) -> None:
+    """A sharded dense model that is to be quantized then: an error on every rank that says to do it the other way round."""
+    import ao_lab
+
+    kind = "LlamaForCausalLM"
+    plan = sharding(rank, tp_size=rank.size, tp_plan="auto")
+    dense = written(rank, kind)
+    many, one = read(rank, kind, dense, distributed_config=plan), read(rank, kind, dense)
+    try:
+        ao_lab.quantize_(many, ao_lab.SchemeConfig(scheme="int8_rowwise"))
+        said = "no error"
+    except TypeError as error:
+        said = str(error)
+    tally.true(f"the error says {said}", WAY_OUT in said)
+    gathered(tally, one, many)
+
+
 def gathered(tally: Tally, one: Any, many: Any) -> None:
     """Every weight of the sharded model, gathered, beside one process's."""
     sharded = 0
@@ -244,6 +263,7 @@ CASES = (
         for scheme in (None, *SCHEMES)
         for stored in ((False, True) if scheme else (False,))
     ),
+    Case("transformers tp_plan, read dense, then quantized", quantized_then, REFUSED),
     *(Case(f"transformers experts, {scheme}", partial(experts, scheme=scheme), ORDER) for scheme in ("int8_rowwise", "mxfp4")),
     *(
         Case(f"transformers FSDP2, {scheme}", partial(fsdp, scheme=scheme), BITS)
@@ -251,6 +271,6 @@ CASES = (
     ),
     *(
         Case(f"KV cache split by heads, {recipe}", partial(cache, recipe=recipe), SLICES)
-        for recipe in ("bfloat16", "int8", "fp8")
+        for recipe in ("bfloat16", "int8", "fp8", "int4")
     ),
 )  # fmt: skip
