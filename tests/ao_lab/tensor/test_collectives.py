@@ -94,16 +94,17 @@ def test_bytes_of_a_row():
 
 def test_a_launch_before_and_one_behind(monkeypatch):
     """On a GPU, of rows of 8 bits with one scale; other rows are quantized and copied together."""
+    width = {name: row_bytes(name, 128) for name in ("fp8_rowwise", "mxfp8_e4m3")}
     recorded = Recorded(monkeypatch, Flat)
     monkeypatch.setattr(all_to_all, "has_kernels", lambda x: True)
     x = torch.randn(64, 128, dtype=torch.bfloat16)
     for _ in range(2):
         sent = joined(x, SCHEMES["fp8_rowwise"])
-        assert sent.shape == (64, row_bytes("fp8_rowwise", 128))
+        assert sent.shape == (64, width["fp8_rowwise"])
         y = values_of(sent, SCHEMES["fp8_rowwise"], 128, x.dtype)
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert recorded.counts() == (2, 2)
-    assert joined(x, SCHEMES["mxfp8_e4m3"]).shape == (64, row_bytes("mxfp8_e4m3", 128))
+    assert joined(x, SCHEMES["mxfp8_e4m3"]).shape == (64, width["mxfp8_e4m3"])
 
 
 def test_there_has_to_be_a_process_group():
