@@ -324,8 +324,10 @@ __device__ __forceinline__ u32 share_scales(const Place& at, const float* scale,
 #pragma unroll
   for (int i = 0; i < OWN_PLACES; i++) {
     halves[i] = float16s(x[i][0] * less, x[i][1] * less);
-    // (code ^ 128) in the fraction of 1024, less 1152.
-    if constexpr (ZERO) asm("sub.f16x2 %0, %1, %2;" : "=r"(z[2 * i]) : "r"(z[2 * i] ^ 0x64806480), "r"(0x64806480));
+    // (code ^ 128) in the fraction of 1024, less 1152, or less 1080 where codes are 72 more: those of odd places.
+    const bool raised = RAISED_KEYS && (OWN_PLACES == 2 ? i : lane) % 2 == 1;
+    if constexpr (ZERO)
+      asm("sub.f16x2 %0, %1, %2;" : "=r"(z[2 * i]) : "r"(z[2 * i] ^ 0x64806480), "r"(raised ? 0x64386438 : 0x64806480));
     z[2 * i + 1] = z[2 * i];
   }
   __syncwarp();  // all have read those of the group before

@@ -48,8 +48,22 @@ __device__ __forceinline__ float half_of(u32 word, int high) {
 }
 
 // float16 of eight nibbles: of places 0, 1, 2 and 3 of both halves of a word. (code ^ 8) in the fraction of 1024, less 1032; of
-// the higher nibble of a byte 16 times as much, over 16, less 72.
+// the higher nibble of a byte 16 times as much, over 16, less 72. RAISED: higher nibbles are 72 more, which saves instructions.
+template <bool RAISED = false>
 __device__ __forceinline__ void nibbles(u32* h, u32 x) {
+  if constexpr (RAISED) {
+    asm("{\n.reg .b32 y, a, c;\n"
+        "shr.u32 y, %4, 8;\n"
+        "lop3.b32 a, %4, 0x000F000F, 0x64086408, 0x6A;\n"
+        "lop3.b32 %1, %4, 0x00F000F0, 0x54805480, 0x6A;\n"
+        "lop3.b32 c, y, 0x000F000F, 0x64086408, 0x6A;\n"
+        "lop3.b32 %3, y, 0x00F000F0, 0x54805480, 0x6A;\n"
+        "sub.f16x2 %0, a, %5;\n"
+        "sub.f16x2 %2, c, %5;\n}"
+        : "=&r"(h[0]), "=&r"(h[1]), "=&r"(h[2]), "=&r"(h[3])
+        : "r"(x), "r"(0x64086408));
+    return;
+  }
   asm("{\n.reg .b32 y, a, b, c, d;\n"
       "shr.u32 y, %4, 8;\n"
       "lop3.b32 a, %4, 0x000F000F, 0x64086408, 0x6A;\n"
@@ -85,6 +99,8 @@ __device__ __forceinline__ u32 floats(u32 word, int high) {
 
 // Pairs of channels of a word of keys, PAIRS of them, in the order that `channel` says.
 constexpr int PAIRS = 32 / BITS / 2;
+// Whether higher nibbles of keys are 72 more: where zero points are taken off sums, that is, too.
+constexpr bool RAISED_KEYS = KIND == 3 && BY_CHANNEL && ZERO;
 __device__ __forceinline__ void key_pairs(u32 (&h)[PAIRS], u32 word) {
   if constexpr (KIND == 0) {
     h[0] = word;
@@ -94,7 +110,7 @@ __device__ __forceinline__ void key_pairs(u32 (&h)[PAIRS], u32 word) {
     const u32 flipped = word ^ 0x80808080;
     h[0] = integers(flipped, 0x4240), h[PAIRS - 1] = integers(flipped, 0x4341);
   } else {
-    nibbles(h, word);
+    nibbles<RAISED_KEYS>(h, word);
   }
 }
 

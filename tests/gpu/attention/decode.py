@@ -38,7 +38,7 @@ from fast.layers.hadamard import hadamard
 from reference.attention.attention import attention, attention_error_bound
 from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import captured, elapsed
-from tests.support.zero_points import zero_values
+from tests.support.zero_points import RAISED, zero_values
 
 KINDS: dict[str, KVRecipe] = {
     "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int4", "int4_tokens")},
@@ -127,7 +127,7 @@ def bits(kinds: list[str]) -> None:
         rules = {
             "weights": rule,
             "products": 2.0**-10 * (window.group > 1),
-            "zeros": zero_values(keys, length),
+            "zeros": zero_values(keys, length, RAISED),
         }
         bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, **rules)
         worst = float(((y.double() - expected).abs() / torch.from_numpy(bound)).max())

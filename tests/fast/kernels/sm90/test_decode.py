@@ -20,7 +20,7 @@ from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled
 from tests.fast.kernels.sm90.products import require_nvrtc
-from tests.support.zero_points import zero_values
+from tests.support.zero_points import RAISED, zero_values
 
 PLAIN4 = KVRecipe(key=INT4, value=INT4)
 OPEN = KVRecipe(key="int4_g32_asymmetric", key_axis=-2, value=INT4, residual=8, sinks=3)
@@ -200,7 +200,7 @@ def within(name, **device):
         weights=weights,
         out_dtype=out,
         products=2.0**-10 * (keys.axis == 2),
-        zeros=zero_values(keys, tokens),
+        zeros=zero_values(keys, tokens, RAISED),
         spread=spread(values, tokens),
         **rules,
     )
@@ -218,6 +218,7 @@ FAULTS = {
     "the second byte's nibbles first": ('"shr.u32 y, %4, 8;\\n"', '"shr.u32 y, %4, 4;\\n"'),
     "tiles that end inside are read from where the last one was": ("at.advance(ahead - start);", ""),
     "a cluster does not wait": ("  wait_for_cluster();\n  for", "  for"),
+    "codes are raised, zero points are not": ("raised ? 0x64386438 :", "raised ? 0x64806480 :"),
     "zero points are left out": ("if constexpr (ZERO) x -= q.beside[c];", ""),
     "a group has the scales of the one before": (
         "take_scales(q, at, start / GROUP,", "take_scales(q, at, max(start / GROUP - 1, 0),",
