@@ -10,7 +10,7 @@ from scipy import stats
 
 from ao_lab import IntxWeightOnlyConfig, PerGroup, QATConfig, quantize_
 from experiments.harness.paths import Paths
-from experiments.harness.rows import Interval, Journal, interval, read
+from experiments.harness.rows import Interval, Journal, interval, publish, read
 from experiments.models import train
 from experiments.qat import page, run
 from experiments.qat.run import (
@@ -27,7 +27,6 @@ from experiments.qat.run import (
 from experiments.report import pages
 from experiments.report.results import Results
 from experiments.report.targets import Target
-from experiments.runs import run as harness
 from tests.experiments.harness import tiny
 
 BASE = [1.00, 1.02, 1.01]
@@ -290,10 +289,9 @@ def test_journals_are_of_one_training(small):
     assert run.subject(settings) == key
 
 
-def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
-    monkeypatch.setitem(run.PLANS, "quick", PLAN)
+def test_the_page_says_what_was_recovered(small, tmp_path):
     places = Paths(tmp_path / "cache", tmp_path / "reports")
-    harness.run_one("qat", tiny.settings(tmp_path), places)
+    publish(places.rows("qat"), small[2])
     pages.write_pages(places)
     assert "**Targets of the mean recovered part; " in (places.reports / "qat.md").read_text()
     assert "data/qat.csv" in (places.reports / "qat.html").read_text()
