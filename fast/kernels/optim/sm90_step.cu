@@ -119,14 +119,22 @@ __device__ __forceinline__ void load(u32* to, u32 from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
 }
 
+template <typename T>
+__device__ __forceinline__ void put(void* to, T v) {
+  if (MULTIPLY & 4)
+    *static_cast<T*>(to) = v;
+  else
+    __stcs(static_cast<T*>(to), v);
+}
+
 template <int WORDS>
 __device__ __forceinline__ void store(void* to, const u32* from) {
   if constexpr (WORDS == 4)
-    __stcs(static_cast<uint4*>(to), make_uint4(from[0], from[1], from[2], from[3]));
+    put(to, make_uint4(from[0], from[1], from[2], from[3]));
   else if constexpr (WORDS == 2)
-    __stcs(static_cast<uint2*>(to), make_uint2(from[0], from[1]));
+    put(to, make_uint2(from[0], from[1]));
   else if constexpr (WORDS == 1)
-    __stcs(static_cast<u32*>(to), from[0]);
+    put(to, from[0]);
 }
 
 // Four words of random bits for a run.
