@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fast.dispatch import has_kernels
+from fast.dispatch import has_kernels, is_transformed
 from fast.ops import once_differentiable
 from fast.quantize.quantize import dequantize, quantize
 from reference import Quantized, Scheme
@@ -136,7 +136,7 @@ def exchanged(x: torch.Tensor, send: list[int], receive: list[int], scheme: Any,
 
 def joined(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Quantized rows of x as bytes (rows, `row_bytes`): codes, scales, zero points behind each other."""
-    if has_kernels(x):
+    if is_launched(x):
         from fast.kernels.quantize.joined_rows import join_rows
 
         if (made := join_rows(x, scheme)) is not None:
@@ -145,9 +145,14 @@ def joined(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return torch.cat([_bytes(part) for name in PARTS if (part := getattr(q, name)) is not None], 1)
 
 
+def is_launched(x: torch.Tensor) -> bool:
+    """Whether kernels may be launched past the dispatcher: tracers, modes and transforms have to see operators."""
+    return not torch.compiler.is_compiling() and not is_transformed() and has_kernels(x)
+
+
 def values_of(arrived: torch.Tensor, scheme: Scheme, width: int, dtype: torch.dtype) -> torch.Tensor:
     """What `joined` rows of so many elements stand for."""
-    if has_kernels(arrived):
+    if is_launched(arrived):
         from fast.kernels.quantize.joined_rows import split_rows
 
         if (made := split_rows(arrived, scheme, dtype)) is not None:

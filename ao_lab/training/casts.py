@@ -12,7 +12,7 @@ import torch
 
 import fast
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.dispatch import has_kernels
+from fast.dispatch import has_kernels, is_transformed
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
 from reference.formats.encode import random_bits
@@ -129,7 +129,7 @@ def own_memory(w: torch.Tensor) -> torch.Tensor:
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
     """The transposed matrix of bytes, contiguous."""
-    if torch.compiler.is_compiling() or not has_kernels(x):
+    if torch.compiler.is_compiling() or is_transformed() or not has_kernels(x):
         return x.t().contiguous()
     from fast.kernels.rowwise_colwise.turned import turned_bytes
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ao_lab
 from ao_lab.tensor import all_to_all
@@ -92,6 +93,18 @@ def test_bytes_of_a_row():
         row_bytes("nvfp4", 128)
 
 
+class Seen(TorchDispatchMode):
+    """Names of the operators that pass, which a kernel past the dispatcher is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_launch_before_and_one_behind(monkeypatch):
     """On a GPU, of rows of 8 bits with one scale; other rows are quantized and copied together."""
     width = {name: row_bytes(name, 128) for name in ("fp8_rowwise", "mxfp8_e4m3")}
@@ -104,6 +117,9 @@ def test_a_launch_before_and_one_behind(monkeypatch):
         y = values_of(sent, SCHEMES["fp8_rowwise"], 128, x.dtype)
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert recorded.counts() == (2, 2)
+    with Seen() as seen:
+        assert joined(x, SCHEMES["fp8_rowwise"]).shape == sent.shape
+    assert "ao_lab::quantize" in seen.names
     assert joined(x, SCHEMES["mxfp8_e4m3"]).shape == (64, width["mxfp8_e4m3"])
 
 
