@@ -173,8 +173,8 @@ class Scoring:
 def as_seen(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Inputs (tokens, channels) as a layer's product sees them, in float32: quantized; where they are rotated, rotated back."""
     length, scheme = recipe.rotation, recipe.activation
-    turned = hadamard(x, length) if length else x
-    seen = turned if scheme is None else fast.fake_quantize(turned, scheme)
+    rotated = hadamard(x, length) if length else x
+    seen = rotated if scheme is None else fast.fake_quantize(rotated, scheme)
     return rotated_back(seen.float(), length) if length else seen.float()
 
 

@@ -209,9 +209,9 @@ class Choices:
         self, n: int, k: int, operands: Mapping[str, Operands], experts: int = 0
     ) -> tuple[Choice, ...]:
         """Those of a layer (N, K) by the operands of its directions, of all ranges of rows and dtypes."""
-        turned = ("input_grad", "weight_grad")
+        transposed = ("input_grad", "weight_grad")
         wanted = {
-            name: (*operand_keys, *((k, n) if name in turned else (n, k)), experts)
+            name: (*operand_keys, *((k, n) if name in transposed else (n, k)), experts)
             for name, operand_keys in operands.items()
         }
 

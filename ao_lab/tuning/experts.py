@@ -85,8 +85,8 @@ def products_of(sample: ExpertsSample) -> Iterator[GroupedProduct]:
         return
     g = g.contiguous()
     left = rows_operand(g, recipe.input_grad.a, layout, 0, G)
-    turned = weight_columns(w, recipe.input_grad.b, recipe.output.b, 0, W_T)
-    yield _of_rows("input_grad", left, turned, layout, recipe.input_grad, g, w.transpose(1, 2))
+    transposed = weight_columns(w, recipe.input_grad.b, recipe.output.b, 0, W_T)
+    yield _of_rows("input_grad", left, transposed, layout, recipe.input_grad, g, w.transpose(1, 2))
     yield _of_columns(rows, layout, sample, x, g)
 
 

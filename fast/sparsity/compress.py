@@ -188,15 +188,15 @@ register(
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool = False) -> Compressed:
-    """Values (N, K/2) and arranged metadata of w (N, K) where mask is True; turned: of the transposes, values (K, N/2).
+def compress_masked(w: torch.Tensor, mask: torch.Tensor, transposed: bool = False) -> Compressed:
+    """Values (N, K/2) and arranged metadata of w (N, K) where mask is True; transposed: of the transposes, values (K, N/2).
 
     w: float16 or bfloat16, lengths in multiples of 8. mask: bool of its shape or uint8 (N, K/8), the bits of one, with at most
     two of every four True along the axis that is compressed. That is not checked on a GPU, where the host waits for nothing: of
     more the first two stay. The CPU raises ValueError as `reference.compress` does. TypeError for other dtypes, ValueError for
     other shapes.
     """
-    result: Compressed = execute(COMPRESS_MASKED, None, (turned,), (w, mask))
+    result: Compressed = execute(COMPRESS_MASKED, None, (transposed,), (w, mask))
     return result
 
 

@@ -21,18 +21,18 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """name: of GGUF. turned: whether rows of q and k are reordered. forward: the inverse is for reading."""
+    """name: of GGUF. reordered: whether rows of q and k are reordered. forward: the inverse is for reading."""
 
     name: str
-    turned: bool
+    reordered: bool
 
 
 #: By the model_type of transformers.
 ARCHITECTURES = {
-    "llama": Architecture("llama", turned=True),
-    "mistral": Architecture("llama", turned=True),
-    "qwen2": Architecture("qwen2", turned=False),
-    "qwen3": Architecture("qwen3", turned=False),
+    "llama": Architecture("llama", reordered=True),
+    "mistral": Architecture("llama", reordered=True),
+    "qwen2": Architecture("qwen2", reordered=False),
+    "qwen3": Architecture("qwen3", reordered=False),
 }
 TURNED = re.compile(r"self_attn\.([qk])_proj\.(?:weight|bias)$")
 #: Numbers of the metadata, by the field of the configuration: one of uint32 each.
@@ -97,7 +97,7 @@ def tensor_names(gguf: Any, arch: Architecture, layers: int, names: list[str]) -
 def row_order(name: str, config: Any, arch: Architecture, rows: int, *, reading: bool) -> Array | None:
     """Which row of a tensor stands at each place of the file (reading: of the model); None where they stay."""
     found = TURNED.search(name)
-    if found is None or not arch.turned:
+    if found is None or not arch.reordered:
         return None
     heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
     pairs = (heads, -1, 2) if reading else (heads, 2, -1)

@@ -94,7 +94,7 @@ def _wgmma_output(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     _check(x, "sparse_wgmma")
-    return _wgmma(x, w, mask, bias, turned=False)
+    return _wgmma(x, w, mask, bias, transposed=False)
 
 
 def _wgmma_input_grad(
@@ -102,7 +102,7 @@ def _wgmma_input_grad(
 ) -> torch.Tensor:
     if not transposable:
         return _dense_input_grad(g, w, mask, transposable)
-    return _wgmma(g, w, mask, None, turned=True)
+    return _wgmma(g, w, mask, None, transposed=True)
 
 
 def _wgmma_all_grads(
@@ -127,14 +127,14 @@ def _all_gradients(
 
 
 def _wgmma(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, *, turned: bool
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
 ) -> torch.Tensor:
     """By the operator where something listens; dispatching one takes as long as a small kernel runs."""
     if not (is_traced(x) or is_traced(w) or is_transformed()):
-        return _multiply(x, w, mask, bias, turned)
+        return _multiply(x, w, mask, bias, transposed)
     # Rows, as backward keeps them: of two shapes of one tensor a compiler writes two copies.
     rows: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(
-        x.reshape(-1, x.shape[-1]), w, mask, bias, turned
+        x.reshape(-1, x.shape[-1]), w, mask, bias, transposed
     )
     # No view: what FSDP2 hangs a hook on may be written to.
     return rows if x.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
@@ -164,20 +164,20 @@ def _cusparselt_fake(
 
 @torch.library.custom_op("ao_lab::sparse_wgmma_linear", mutates_args=())
 def sparse_wgmma_linear(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    """x (..., K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; turned: x (..., N) times w * mask.
+    """x (..., K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; transposed: x (..., N) times w * mask.
 
     The lengths of w are multiples of 16.
     """
-    return _multiply(x, w, mask, bias, turned)
+    return _multiply(x, w, mask, bias, transposed)
 
 
 @sparse_wgmma_linear.register_fake
 def _wgmma_fake(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], w.shape[1] if turned else w.shape[0]))
+    return x.new_empty((*x.shape[:-1], w.shape[1] if transposed else w.shape[0]))
 
 
 @torch.library.custom_op("ao_lab::sparse_wgmma_gradients", mutates_args=())
@@ -199,12 +199,12 @@ def _gradients_fake(
 
 
 def _multiply(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
     """See `sparse_wgmma_linear`."""
     if not x.numel():
-        return x.new_zeros((*x.shape[:-1], w.shape[1] if turned else w.shape[0]))
-    values, metadata = compress_masked(w, mask, turned)
+        return x.new_zeros((*x.shape[:-1], w.shape[1] if transposed else w.shape[0]))
+    values, metadata = compress_masked(w, mask, transposed)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     y: torch.Tensor = execute(LINEAR_SPARSE, None, (None, True), (x, values, metadata, bias, None, None))

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, shape_of
 from fast.kernels.sparsity.groups import bytes_by, kept_halves, split_fours, words_at
-from fast.kernels.sparsity.transposable import octet_of, turned, turned_columns
+from fast.kernels.sparsity.transposable import octet_of, transposed, transposed_columns
 from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch
 from reference import Compressed
@@ -51,9 +51,9 @@ def masked_kernel(
     upper, high = _four_rows(words_at(w, 0), mask, at, width, inside, PADDED)
     lower, low = _four_rows(words_at(w, 0), mask, at + 4 * width, width, inside, PADDED)
     if TURNED:
-        high, low = turned(high), turned(low)
+        high, low = transposed(high), transposed(low)
         left, right = bytes_by(high, low, 0x5410), bytes_by(high, low, 0x7632)
-        first, second = turned_columns(upper, lower, 0, 2), turned_columns(upper, lower, 1, 2)
+        first, second = transposed_columns(upper, lower, 0, 2), transposed_columns(upper, lower, 1, 2)
         panels = (tl.cdiv(height, 16) * 2).to(tl.int64)
         at, bytes_at = column.to(tl.int64) * 8 * height + row, _place(column, row, panels)
         _write_rows(values, metadata, first, _nibbles(left), at, bytes_at, height, inside, 0, PADDED)
@@ -170,13 +170,13 @@ def keep_kernel(w, bits, out, count, BYTES: tl.constexpr, PADDED: tl.constexpr, 
         tl.store(out + at, tl.where(kept != 0, tl.load(w + at), 0))
 
 
-def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool, key: Any = None) -> Compressed:
+def compress_masked(w: torch.Tensor, mask: torch.Tensor, transposed: bool, key: Any = None) -> Compressed:
     """Values and arranged metadata of a matrix of 16-bit elements, lengths in multiples of 8, or of its transpose."""
     call = Call({"w": w, "mask": mask}, words=("w",) if mask.dtype == torch.uint8 else ("w", "mask"))
-    rows, columns = reversed(w.shape) if turned else w.shape
+    rows, columns = reversed(w.shape) if transposed else w.shape
     call.allocate("values", (rows, columns // 2), w.dtype)
     call.allocate("metadata", shape_of(rows, columns // BLOCK, 16), torch.uint8)
-    call.launch(_launch(w, turned), ("w", "mask", "values", "metadata"))
+    call.launch(_launch(w, transposed), ("w", "mask", "values", "metadata"))
     return cast("Compressed", call.result(("values", "metadata"), key, None, _pair))
 
 
@@ -184,12 +184,12 @@ def _pair(made: tuple[torch.Tensor, torch.Tensor]) -> Compressed:
     return Compressed(*made)
 
 
-def _launch(w: torch.Tensor, turned: bool) -> CompiledLaunch:
+def _launch(w: torch.Tensor, transposed: bool) -> CompiledLaunch:
     """The kernel over whole blocks of 64 rows and pairs of panels of the result."""
     height, width = w.shape[0] // BLOCK, w.shape[1] // BLOCK
-    down, across = (COLUMNS, ROWS) if turned else (ROWS, COLUMNS)
+    down, across = (COLUMNS, ROWS) if transposed else (ROWS, COLUMNS)
     down, across = -(-height // down) * down, -(-width // across) * across
-    tail = (height, width, across, turned, (down, across) != (height, width), DOWN, ACROSS, TILE)
+    tail = (height, width, across, transposed, (down, across) != (height, width), DOWN, ACROSS, TILE)
     return CompiledLaunch(masked_kernel, down // DOWN * (across // ACROSS), tail, 1)
 
 

@@ -246,7 +246,7 @@ def _free_row(upper, top, crossed):
 
 
 @triton.jit
-def turned(masks):
+def transposed(masks):
     """Two masks of tiles, in the halves of words, transposed."""
     far = (masks ^ (masks >> 3)) & 0x0A0A0A0A
     masks = masks ^ far ^ (far << 3)
@@ -318,14 +318,16 @@ def transposable_kernel(
         lower = _four_rows(w, at + 4 * width, width, inside, "evict_first", BYTES, MASKED)
         _write_rows(values, metadata, upper, nibbles_of(high), at, width, inside, 0, BYTES, MASKED)
         _write_rows(values, metadata, lower, nibbles_of(low), at, width, inside, 4, BYTES, MASKED)
-        high, low = turned(high), turned(low)
+        high, low = transposed(high), transposed(low)
         at = column.to(tl.int64) * 8 * height + row
         left, right = bytes_by(high, low, 0x5410), bytes_by(high, low, 0x7632)
-        turned_left = turned_columns(upper, lower, 0, BYTES)
-        _write_rows(values_t, metadata_t, turned_left, nibbles_of(left), at, height, inside, 0, BYTES, MASKED)
-        turned_right = turned_columns(upper, lower, 1, BYTES)
+        transposed_left = transposed_columns(upper, lower, 0, BYTES)
         _write_rows(
-            values_t, metadata_t, turned_right, nibbles_of(right), at, height, inside, 4, BYTES, MASKED
+            values_t, metadata_t, transposed_left, nibbles_of(left), at, height, inside, 0, BYTES, MASKED
+        )
+        transposed_right = transposed_columns(upper, lower, 1, BYTES)
+        _write_rows(
+            values_t, metadata_t, transposed_right, nibbles_of(right), at, height, inside, 4, BYTES, MASKED
         )
 
 
@@ -421,7 +423,7 @@ def _careful_pairs(
 
 
 @triton.jit
-def turned_columns(upper, lower, HALF: tl.constexpr, BYTES: tl.constexpr):
+def transposed_columns(upper, lower, HALF: tl.constexpr, BYTES: tl.constexpr):
     """Four columns of a block as rows of words."""
     if BYTES == 2:
         a, b = _two_columns(upper, lower, 2 * HALF), _two_columns(upper, lower, 2 * HALF + 1)
@@ -502,6 +504,6 @@ __all__ = [
     "octet_of",
     "prune_transposable",
     "transposable_kernel",
-    "turned",
-    "turned_columns",
+    "transposed",
+    "transposed_columns",
 ]

@@ -226,9 +226,9 @@ def test_results_of_one_recipe_do_not_leak_into_another():
     with torch.no_grad():
         first = functional.linear(x, t)
         other = functional.linear(x, t.with_recipe(activation=SCHEMES["int8_rowwise"]))
-        turned = functional.linear(weight(5, 48), t.t())
+        transposed = functional.linear(weight(5, 48), t.t())
     assert not same(first, other)
-    assert same(turned, ordinary(weight(5, 48), t.t()))
+    assert same(transposed, ordinary(weight(5, 48), t.t()))
 
 
 CONFIGS = [

@@ -182,8 +182,8 @@ def test_static_inputs_and_views():
     t.data += 0.01
     assert t.recipe == recipe
     assert float(t.input_scale) == pytest.approx(0.02)
-    turned, wanted = t.t(), quantized(t.dequantize() + 1, recipe, input_scales=Scales(t.input_scale))
-    turned += 1
+    transposed, wanted = t.t(), quantized(t.dequantize() + 1, recipe, input_scales=Scales(t.input_scale))
+    transposed += 1
     assert same(t.dequantize(), wanted.dequantize())
 
 

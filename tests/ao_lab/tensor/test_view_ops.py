@@ -82,11 +82,11 @@ def test_copy_into(name):
     assert torch.equal(t.copy_(second), second)
     t.copy_(numbers(name, 128, 256))
     assert torch.equal(t, first)
-    turned = t.t().clone()
-    turned.copy_(numbers(name, 128, 256, seed=1).t())
-    assert torch.equal(turned, second.t())
+    transposed = t.t().clone()
+    transposed.copy_(numbers(name, 128, 256, seed=1).t())
+    assert torch.equal(transposed, second.t())
     if name in KINDS:
-        assert same(turned.dequantize(), specified(numbers(name, 128, 256, seed=1), name).t())
+        assert same(transposed.dequantize(), specified(numbers(name, 128, 256, seed=1), name).t())
     dense = torch.empty(128, 256, dtype=t.dtype)
     assert same(dense.copy_(t), t.dequantize())
 
@@ -136,12 +136,12 @@ def test_memory_for_what_is_on_the_meta_device(scheme):
 @pytest.mark.parametrize("name", STORED)
 def test_transposed(name):
     t = stored(name, 128, 256)
-    for turned in (t.t(), t.transpose(0, 1), t.mT, t.permute(1, 0)):
-        assert type(turned) is type(t)
-        assert turned.block_axis == -2
-        assert (turned.shape, turned.stride()) == ((256, 128), (1, 256))
-        assert turned.codes.data_ptr() == t.codes.data_ptr()
-        assert same(turned.dequantize(), t.dequantize().t())
+    for transposed in (t.t(), t.transpose(0, 1), t.mT, t.permute(1, 0)):
+        assert type(transposed) is type(t)
+        assert transposed.block_axis == -2
+        assert (transposed.shape, transposed.stride()) == ((256, 128), (1, 256))
+        assert transposed.codes.data_ptr() == t.codes.data_ptr()
+        assert same(transposed.dequantize(), t.dequantize().t())
     assert torch.equal(t.t().t(), t)
     assert torch.equal(t.transpose(1, 1), t)
     assert torch.equal(t.permute(0, 1), t)
@@ -245,7 +245,7 @@ def test_where_weights_are_cut():
 
 
 @given(st.sampled_from(SPARSE_KINDS), st.booleans(), st.data())
-def test_slices_of_sparse_weights(scheme, turned, data):
+def test_slices_of_sparse_weights(scheme, transposed, data):
     t, dense = pair(scheme, 256, 512)
     steps = slicing.axis_step(t, 0), slicing.axis_step(t, 1)
     cuts = [
@@ -253,7 +253,7 @@ def test_slices_of_sparse_weights(scheme, turned, data):
         for n, step in zip((256, 512), steps, strict=True)
     ]
     (a, b), (c, d) = ([cut * step for cut in pair] for pair, step in zip(cuts, steps, strict=True))
-    piece = t.t()[c:d, a:b].t() if turned else t[a:b, c:d]
+    piece = t.t()[c:d, a:b].t() if transposed else t[a:b, c:d]
     assert same(piece.dequantize(), dense[a:b, c:d])
     assert piece.codes.shape == (b - a, (d - c) // 2 * min(t.scheme.format.bits, 8) // 8)
     assert piece.metadata.shape == (b - a, (d - c) // 8)

@@ -215,11 +215,11 @@ def masked(name: str = "", part: str = "") -> None:
         if name not in ("", str(dtype)):
             continue
         for shape in MASKED_SHAPES[3 if part == "day" else 1 : 4]:
-            for turned in (False, True):
-                for w, mask in masked_weights(shape, dtype, turned):
-                    wanted = COMPRESS_MASKED.reference(None, (turned,), (w, mask))
+            for transposed in (False, True):
+                for w, mask in masked_weights(shape, dtype, transposed):
+                    wanted = COMPRESS_MASKED.reference(None, (transposed,), (w, mask))
                     for given in (mask, pack_bits(mask)):
-                        for one, other in zip(compress_masked(w, given, turned), wanted, strict=True):
+                        for one, other in zip(compress_masked(w, given, transposed), wanted, strict=True):
                             assert_same_bits(one, other)
         compare_kept(dtype)
         compare_full(next(masked_weights((16, 16), dtype, False))[0])

@@ -239,9 +239,9 @@ def compare_operands() -> None:
             autograd.has_kernels = lambda x, kernels=kernels: kernels
             where = autograd.layout_of(offsets.to(torch.int32), 70, group_step(recipe))
             columns = autograd.columns_operand(x, recipe.weight_grad.a, where)
-            turned = autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b)
+            transposed = autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b)
             made += [where.ends, where.source, where.owners, columns.matrix.codes, columns.matrix.scale]
-            made += [turned.codes, turned.scale, columns.matrix.scheme.key, turned.scheme.key]
+            made += [transposed.codes, transposed.scale, columns.matrix.scheme.key, transposed.scheme.key]
         assert all(
             a == b if isinstance(a, str) else torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
         )
@@ -370,9 +370,9 @@ def sums(part: str = "") -> None:
                 g *= torch.randint(0, 2, shape, generator=generator).mul(2).sub(1).to(dtype)
                 for out in dict.fromkeys((dtype, torch.float32, torch.bfloat16)):
                     compare_sums(g, out, plan, f"{dtype} {shape} {out} {plan}")
-    turned = torch.randn(512, 64, generator=generator).t()
-    compare_sums(turned, torch.float32, plan_of(64, 512), "a transpose")
-    if column_sums(turned.double(), torch.float32) is not None:
+    transposed = torch.randn(512, 64, generator=generator).t()
+    compare_sums(transposed, torch.float32, plan_of(64, 512), "a transpose")
+    if column_sums(transposed.double(), torch.float32) is not None:
         raise ValueError("float64 is torch's")
 
 

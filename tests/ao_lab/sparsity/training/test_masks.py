@@ -237,8 +237,8 @@ def test_zeros_of_rows_are_no_transposable_mask():
     rows = torch.where(torch.as_tensor(reference.prune(weight())), weight(), 0)
     both = find_mask(rows, SparseTrainingConfig(transposable=True))
     assert int(both.T.reshape(-1, 4).sum(-1).max()) == 2
-    turned = torch.where(both, rows + 1, 0)
-    assert torch.equal(find_mask(turned, SparseTrainingConfig(transposable=True)), turned != 0)
+    transposed = torch.where(both, rows + 1, 0)
+    assert torch.equal(find_mask(transposed, SparseTrainingConfig(transposable=True)), transposed != 0)
 
 
 def test_the_mask_decides_what_becomes_zero():

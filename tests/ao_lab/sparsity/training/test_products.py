@@ -115,9 +115,9 @@ def test_all_three_at_once(monkeypatch, by_library):
         told.append("gradients")
         return rows.t().mm(inputs), rows.sum(0)
 
-    def compressed(w, mask, turned):
+    def compressed(w, mask, transposed):
         told.append("compress")
-        assert turned
+        assert transposed
         return torch.where(mask, w, 0), None
 
     def multiplied(function, record, values, operands):
@@ -173,9 +173,9 @@ def kernels(monkeypatch):
     calls = []
     compress = products.compress_masked
 
-    def counted(w, mask, turned):
-        calls.append(tuple(w.t().shape if turned else w.shape))
-        return compress(w, mask, turned)
+    def counted(w, mask, transposed):
+        calls.append(tuple(w.t().shape if transposed else w.shape))
+        return compress(w, mask, transposed)
 
     monkeypatch.setattr(products, "compress_masked", counted)
     monkeypatch.setattr(products, "_check", lambda x, name: None)

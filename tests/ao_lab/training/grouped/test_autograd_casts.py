@@ -229,10 +229,10 @@ def test_weights_that_lie_along_the_other_axis(name):
     """As transformers stores some (`is_transposed`): the same bits, and those of a copy."""
     _, w, _ = tensors()
     operand = RECIPES[name].output.b
-    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not turned.is_contiguous()
+    transposed = w.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not transposed.is_contiguous()
     for cast, one in ((weight_operand, (operand,)), (weight_columns, (RECIPES[name].input_grad.b, operand))):
-        found, wanted = (cast(weight, *one) for weight in (turned, w))
+        found, wanted = (cast(weight, *one) for weight in (transposed, w))
         assert found.shape == wanted.shape
         assert found.scheme == wanted.scheme
         assert torch.equal(found.codes, wanted.codes)
@@ -256,10 +256,10 @@ def test_traced_operands_are_those_of_plain_calls(name):
     def operands(x, w, offsets):
         layout = layout_of(offsets, x.shape[0], group_step(recipe))
         columns = columns_operand(x, recipe.weight_grad.b, layout)
-        turned = weight_columns(w, recipe.input_grad.b, recipe.output.b)
+        transposed = weight_columns(w, recipe.input_grad.b, recipe.output.b)
         matrix, table = columns.matrix, [] if columns.table is None else [columns.table]
         matrix = [matrix] if isinstance(matrix, torch.Tensor) else [matrix.codes, matrix.scale]
-        return [layout.ends, *matrix, *table, turned.codes, turned.scale]
+        return [layout.ends, *matrix, *table, transposed.codes, transposed.scale]
 
     traced = torch.compile(operands, fullgraph=True, backend="aot_eager")(x, w, offsets)
     for found, wanted in zip(traced, operands(x, w, offsets), strict=True):
