@@ -35,7 +35,7 @@ from experiments.models.encoders import VIT_H, VIT_L, SamConfig, SamEncoder, is_
 from experiments.models.llama import LLAMA_3_1_8B, SCHEME_LIMIT, LlamaConfig, relative_change
 from experiments.runs.run import Settings, published_shapes
 from experiments.sparsity.pairs import PATTERN, inside_blocks
-from experiments.sparsity.sides import DENSE, NO_GPU, Side, Table, rows_of
+from experiments.sparsity.timed import DENSE, NO_GPU, Table, TimedMethod, rows_of
 
 INT4_GROUP = 64
 
@@ -213,7 +213,7 @@ def tables(
     return [
         Table(
             BLOCKS_KIND, f"{config.name}, {count} rows", BLOCKS_SETTING,
-            tuple(Side(name, partial(made, count, convert)) for name, convert in CONVERSIONS.items()),
+            tuple(TimedMethod(name, partial(made, count, convert)) for name, convert in CONVERSIONS.items()),
             PLAN, operations=2.0 * count * elements, graph=device == "cuda", needed=25.0,
         )
         for count in rows
@@ -290,14 +290,14 @@ def training_tables(
     """Forward and backward, compiled as the published ones are. cuSPARSELt by itself, last: torch makes its plan anew in each
     of a step's hundred products, a tenth of a second each."""
     base = partial(trained, config, batch, device, seed, dtype, backend)
-    setting, dense = training_setting(batch), Side(DENSE, base)
-    others = Side(MLP, partial(base, products=products), foreign=True)
+    setting, dense = training_setting(batch), TimedMethod(DENSE, base)
+    others = TimedMethod(MLP, partial(base, products=products), foreign=True)
     return [
         Table(
             TRAINING,
             config.name,
             setting,
-            (dense, Side(OWN, partial(base, products=own))),
+            (dense, TimedMethod(OWN, partial(base, products=own))),
             ENCODER_PLAN,
             batch,
             needed=90.0,
@@ -368,12 +368,12 @@ def inference_tables(
 ) -> list[Table]:  # fmt: skip
     """Forward passes, compiled, dense and converted in each way."""
     made = partial(encoded, config, batch, device, seed, dtype, backend)
-    sides = tuple(
-        Side(name, partial(made, convert=convert), encoder_missing(name))
+    methods = tuple(
+        TimedMethod(name, partial(made, convert=convert), encoder_missing(name))
         for name, convert in ENCODER_CONVERSIONS.items()
     )
     setting = f"forward, bfloat16, compiled, batch {batch}"
-    return [Table(INFERENCE, config.name, setting, sides, LONG_PLAN, batch, needed=200.0)]
+    return [Table(INFERENCE, config.name, setting, methods, LONG_PLAN, batch, needed=200.0)]
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from experiments.report.targets import RunTargets, Target, limit_of
 from experiments.sparsity import accuracy_page, models, pairs, products
 from experiments.sparsity.accuracy_page import TASKS, gap_of, real_findings, real_sections
 from experiments.sparsity.pairs import METHODS, STORAGES, stored_as
-from experiments.sparsity.sides import DENSE
+from experiments.sparsity.timed import DENSE
 
 # What others published about 2:4 sparsity, as tables, and as comparisons with measured rows of the same shape and method.
 

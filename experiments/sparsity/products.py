@@ -31,7 +31,7 @@ from ao_lab.measure.turns import Call, Plan, cache_bytes, input_sets, watch_of
 from experiments.harness.measuring import Wrong
 from experiments.harness.revision import TORCHAO
 from experiments.harness.revision import missing as library_missing
-from experiments.sparsity.sides import DENSE, Side, Table
+from experiments.sparsity.timed import DENSE, Table, TimedMethod
 
 KIND = "products"
 DENSE_FP8, OWN = "fp8", "2:4"
@@ -109,17 +109,17 @@ def table_of(device: str, seed: int, shape: Shape, element: torch.dtype) -> Tabl
     """All methods of a shape."""
     m, k, n = shape
     made = partial(calls, shape, device, seed)
-    sides = [Side(DENSE, partial(made, BF16, dense, sparse=False))]
+    methods = [TimedMethod(DENSE, partial(made, BF16, dense, sparse=False))]
     if element == FP8:
-        sides.append(Side(DENSE_FP8, partial(made, FP8, dense_fp8, sparse=False)))
-    sides += [
-        Side(OWN, partial(made, element, own)),
-        Side(CUSPARSELT, partial(made, element, product), foreign=True),
+        methods.append(TimedMethod(DENSE_FP8, partial(made, FP8, dense_fp8, sparse=False)))
+    methods += [
+        TimedMethod(OWN, partial(made, element, own)),
+        TimedMethod(CUSPARSELT, partial(made, element, product), foreign=True),
     ]
     if element == FP8:
-        sides.append(Side(CUTLASS, partial(made, FP8, cutlass), missing_cutlass(), foreign=True))
+        methods.append(TimedMethod(CUTLASS, partial(made, FP8, cutlass), missing_cutlass(), foreign=True))
     return Table(
-        KIND, "x".join(map(str, shape)), SETTINGS[element], tuple(sides), PLAN, operations=2.0 * m * k * n,
+        KIND, "x".join(map(str, shape)), SETTINGS[element], tuple(methods), PLAN, operations=2.0 * m * k * n,
         graph=device == "cuda", needed=12.0,
     )  # fmt: skip
 
@@ -309,26 +309,28 @@ def linear_tables(
         (EAGER, EAGER_PLAN, (products,), 40.0),
     ):
         for shape in shapes:
-            sides = sides_of(shape, device, seed, own, libraries)
+            methods = methods_of(shape, device, seed, own, libraries)
             data = "x".join(map(str, shape))
             found.append(
-                Table(LINEAR_KIND, data, setting, sides, plan, graph=setting == GRAPH, needed=needed)
+                Table(LINEAR_KIND, data, setting, methods, plan, graph=setting == GRAPH, needed=needed)
             )
     return found
 
 
-def sides_of(
+def methods_of(
     shape: Shape, device: str, seed: int, own: str, libraries: tuple[str, ...] = ()
-) -> tuple[Side, ...]:
+) -> tuple[TimedMethod, ...]:
     """Dense, 2:4 by our own kernels and by each library's products."""
     named = ((own, LINEAR_OWN, OWN_KEPT, False), *((products, SPARSE, KEPT, True) for products in libraries))
     layers = [
-        Side(name, partial(sparse, shape, device, seed, products, renew=name == renewed), foreign=foreign)
+        TimedMethod(
+            name, partial(sparse, shape, device, seed, products, renew=name == renewed), foreign=foreign
+        )
         for products, renewed, kept, foreign in named
         for name in (renewed, kept)
     ]
-    pruned = Side(PRUNING, partial(pruning, shape, device, seed))
-    return Side(DENSE, partial(linear_dense, shape, device, seed)), *layers[:2], pruned, *layers[2:]
+    pruned = TimedMethod(PRUNING, partial(pruning, shape, device, seed))
+    return TimedMethod(DENSE, partial(linear_dense, shape, device, seed)), *layers[:2], pruned, *layers[2:]
 
 
 def layer_of(

@@ -23,7 +23,7 @@ from experiments.runs.run import Settings, all_rows
 from experiments.sparsity import models, pairs, products, real
 from experiments.sparsity import subjects as vision
 from experiments.sparsity.pairs import EXPERIMENT
-from experiments.sparsity.sides import run_tables
+from experiments.sparsity.timed import run_tables
 
 SUBJECTS = {vision.KIND: vision.subject, vision.LANGUAGE_KIND: vision.language_subject}
 

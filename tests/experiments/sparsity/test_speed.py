@@ -12,17 +12,17 @@ from experiments.harness.measuring import Deadline, Wrong
 from experiments.harness.rows import Journal, Row
 from experiments.models.encoders import TINY, VIT_H, VIT_L
 from experiments.report.content import readable
-from experiments.sparsity import models, page, products, sides
+from experiments.sparsity import models, page, products, timed
 from experiments.sparsity import page as products_page
 from experiments.sparsity.products import BF16, FP8, Operands, operands
-from experiments.sparsity.sides import DENSE, Side, Table
+from experiments.sparsity.timed import DENSE, Table, TimedMethod
 from tests.experiments.harness import tiny
 
 ONCE = Plan(rounds=2, warmup=0, seconds=0.1, fewest=1, span=0.0, most_calls=1)
 SHAPE = (16, 64, 32)
 
 
-def test_sides_are_timed_in_turn_and_one_that_fails_says_why():
+def test_methods_are_timed_in_turn_and_one_that_fails_says_why():
     def broken():
         raise Wrong("no")
 
@@ -32,14 +32,14 @@ def test_sides_are_timed_in_turn_and_one_that_fails_says_why():
     table = Table(
         "k", "d", "s",
         (
-            Side(DENSE, lambda: pause(10)),
-            Side("more", lambda: pause(10)),
-            Side("broken", broken),
-            Side("absent", broken, "missing: it"),
+            TimedMethod(DENSE, lambda: pause(10)),
+            TimedMethod("more", lambda: pause(10)),
+            TimedMethod("broken", broken),
+            TimedMethod("absent", broken, "missing: it"),
         ),
         ONCE, images=4,
     )  # fmt: skip
-    found = sides.measure(HostWatch(), table, 0.0)
+    found = timed.measure(HostWatch(), table, 0.0)
     assert found["broken"] == {"status: wrong: no": (0.0, "")}
     assert found["absent"] == {"status: missing: it": (0.0, "")}
     assert found[DENSE]["speed over dense"] == (1.0, "ratio")
@@ -51,8 +51,8 @@ def test_sides_are_timed_in_turn_and_one_that_fails_says_why():
 def test_several_sets_are_rotated_and_operations_counted():
     asked = []
     several = [partial(asked.append, number) for number in range(2)]
-    table = Table("k", "d", "s", (Side(DENSE, lambda: list(several)),), ONCE, operations=1e9)
-    values = sides.measure(HostWatch(), table, 0.0)[DENSE]
+    table = Table("k", "d", "s", (TimedMethod(DENSE, lambda: list(several)),), ONCE, operations=1e9)
+    values = timed.measure(HostWatch(), table, 0.0)[DENSE]
     assert set(asked) == {0, 1}
     assert values["TFLOP/s"][0] == pytest.approx(1e9 / (values["time"][0] * 1e-3) / 1e12)
 
@@ -65,19 +65,22 @@ class Refusing(HostWatch):
 
 
 def test_what_cannot_be_captured_is_launched_one_by_one_where_it_is_another_librarys():
-    sides_of = (Side(DENSE, lambda: lambda: None), Side("theirs", lambda: [lambda: None] * 2, foreign=True))
-    table = Table("k", "d", "s", sides_of, ONCE, graph=True)
-    found = sides.measure(Refusing(), table, 0.0)
+    both = (
+        TimedMethod(DENSE, lambda: lambda: None),
+        TimedMethod("theirs", lambda: [lambda: None] * 2, foreign=True),
+    )
+    table = Table("k", "d", "s", both, ONCE, graph=True)
+    found = timed.measure(Refusing(), table, 0.0)
     assert found[DENSE] == {
         "status: error: RuntimeError: operation not permitted when stream is capturing": (0.0, "")
     }
-    assert found["theirs"][sides.ONE_BY_ONE] == (1.0, "")
+    assert found["theirs"][timed.ONE_BY_ONE] == (1.0, "")
     assert "time" in found["theirs"]
     assert "speed over dense" not in found["theirs"]
 
 
 def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
+    monkeypatch.setattr(timed, "published_shapes", lambda settings: True)
     built = []
 
     def refused():
@@ -85,22 +88,26 @@ def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeyp
         raise Wrong("no")
 
     table = Table(
-        "k", "d", "s", (Side(DENSE, lambda: lambda: None), Side("theirs", refused, foreign=True)), ONCE
+        "k",
+        "d",
+        "s",
+        (TimedMethod(DENSE, lambda: lambda: None), TimedMethod("theirs", refused, foreign=True)),
+        ONCE,
     )
     settings, journal = tiny.settings(tmp_path), Journal()
     for _ in range(2):
-        sides.run_tables("t", [table], settings, journal, failed := [], Deadline(None))
+        timed.run_tables("t", [table], settings, journal, failed := [], Deadline(None))
     assert len(built) == 1
     assert failed == []
 
 
 def test_nothing_is_measured_after_the_limit_or_without_a_gpu(tmp_path, monkeypatch):
     settings, failed = tiny.settings(tmp_path), []
-    table = Table("linear", "d", "s", (Side(DENSE, lambda: pytest.fail("built")),), ONCE)
-    sides.run_tables("t", [table], settings, Journal(), failed, Deadline(None))
-    assert [row.metric for row in failed] == [f"status: {sides.NO_GPU}"]
-    monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
-    sides.run_tables("t", [table], settings, Journal(), failed := [], Deadline(-1.0))
+    table = Table("linear", "d", "s", (TimedMethod(DENSE, lambda: pytest.fail("built")),), ONCE)
+    timed.run_tables("t", [table], settings, Journal(), failed, Deadline(None))
+    assert [row.metric for row in failed] == [f"status: {timed.NO_GPU}"]
+    monkeypatch.setattr(timed, "published_shapes", lambda settings: True)
+    timed.run_tables("t", [table], settings, Journal(), failed := [], Deadline(-1.0))
     assert [row.metric for row in failed] == ["status: not run: the -1 s of this run did not reach it"]
 
 
@@ -129,7 +136,7 @@ def test_the_tables_have_the_published_shapes():
     own, others = models.training_tables("cpu", 0)
     assert (own.data, own.setting) == (VIT_L.name, models.training_setting())
     # cuSPARSELt would take all of the time that there is for the others.
-    assert [[side.name for side in table.sides] for table in (own, others)] == [
+    assert [[method.name for method in table.methods] for table in (own, others)] == [
         [DENSE, models.OWN],
         [DENSE, models.MLP],
     ]
@@ -142,22 +149,22 @@ def test_layers_are_timed_as_graphs_first_and_cusparselt_last(monkeypatch):
     made = products.linear_tables("cpu", 0, (SHAPE,), "dense", "dense")
     ours = [DENSE, products.LINEAR_OWN, products.OWN_KEPT, products.PRUNING]
     assert [(one.setting, one.graph) for one in made] == [(products.GRAPH, True), (products.EAGER, False)]
-    assert [[side.name for side in one.sides] for one in made] == [
+    assert [[method.name for method in one.methods] for one in made] == [
         ours,
         [*ours, products.SPARSE, products.KEPT],
     ]
-    assert [side.name for one in made for side in one.sides if side.foreign] == [
+    assert [method.name for one in made for method in one.methods if method.foreign] == [
         products.SPARSE,
         products.KEPT,
     ]
     for one in made:
-        times = sides.measure(HostWatch(), one, 0.0)
-        assert all("time" in times[side.name] for side in one.sides)
+        times = timed.measure(HostWatch(), one, 0.0)
+        assert all("time" in times[method.name] for method in one.methods)
     renewed = []
     monkeypatch.setattr(products, "sparse", lambda *given, renew: renewed.append((given[3], renew)))
-    for side in products.sides_of(SHAPE, "cpu", 0, "mine", ("theirs",))[1:]:
-        if side.name != products.PRUNING:
-            side.build()
+    for method in products.methods_of(SHAPE, "cpu", 0, "mine", ("theirs",))[1:]:
+        if method.name != products.PRUNING:
+            method.build()
     assert renewed == [("mine", True), ("mine", False), ("theirs", True), ("theirs", False)]
 
 
@@ -185,7 +192,7 @@ def test_encoders_run_at_a_small_size():
     made = partial(models.trained, TINY, 2, "cpu", 0, torch.float32, "aot_eager")
     before = counters["stats"]["unique_graphs"]
     assert made(products="dense")() is None
-    # One for each of two lengths of attention: a limit of eight would leave the last of three sides without a compiler.
+    # One for each of two lengths of attention: a limit of eight would leave the last of three methods without a compiler.
     assert counters["stats"]["unique_graphs"] - before == 2
     encode = partial(models.encoded, TINY, 2, "cpu", 0, torch.float32, "eager")
     dense = encode(convert=models.ENCODER_CONVERSIONS[DENSE])()
@@ -209,7 +216,7 @@ SMALL = (32, 64, 128)
 def test_products_are_those_of_the_operands(element):
     """Each method's own check compares; cuSPARSELt and torchao's kernel need a GPU."""
     table = products.table_of("cpu", 0, SMALL, element)
-    found = {side.name: side.build() for side in table.sides if side.name in (DENSE, products.OWN)}
+    found = {method.name: method.build() for method in table.methods if method.name in (DENSE, products.OWN)}
     assert table.operations == 2 * 32 * 64 * 128
     assert [tuple(one().shape) for (one,) in found.values()] == [(32, 128)] * 2
     (one,) = operands(SMALL, element, "cpu", 0, sparse=True)
@@ -224,7 +231,7 @@ def test_shapes_and_methods_of_the_bars():
     found = products.tables("cpu", 0)
     assert len(found) == 16
     first = [one for one in found if one.data == "128x4096x14336"]
-    named = [[side.name for side in one.sides] for one in first]
+    named = [[method.name for method in one.methods] for one in first]
     ours = [products.OWN, products.CUSPARSELT]
     assert named == [[DENSE, products.DENSE_FP8, *ours, products.CUTLASS], [DENSE, *ours]]
     assert {"8192x8192x8192", "16384x4096x14336", "2048x4096x14336"} <= {one.data for one in found}

@@ -28,7 +28,7 @@ ONE_BY_ONE = "launched one by one"
 
 
 @dataclass(frozen=True)
-class Side:
+class TimedMethod:
     """One method. build: makes what is timed, a call or one for each of several sets of operands, and checks it; it may raise.
 
     missing: why it cannot be measured. foreign: whether it is another library's: what that refuses is not asked for again.
@@ -42,7 +42,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Table:
-    """Sides that are timed in turn. plan: how long to look. images, operations: how many a call is of, 0 where neither counts.
+    """Methods that are timed in turn. plan: how long to look. images, operations: of a call, 0 where neither counts.
 
     graph: whether calls are replayed from a CUDA graph; launched one by one else. needed: about how many seconds all takes on
     an H100, compilers included: it is not begun where fewer are left.
@@ -51,7 +51,7 @@ class Table:
     kind: str
     data: str
     setting: str
-    sides: tuple[Side, ...] = ()
+    methods: tuple[TimedMethod, ...] = ()
     plan: Plan = field(default_factory=Plan)
     images: int = 0
     operations: float = 0.0
@@ -66,28 +66,29 @@ def run_tables(
     with bar(title, len(tables)) as step:
         for one in tables:
             if not published_shapes(settings):
-                failed += rows_of(settings, one, {side.name: status(NO_GPU) for side in one.sides})
+                failed += rows_of(settings, one, {method.name: status(NO_GPU) for method in one.methods})
             elif is_whole(settings, journal, one):
                 pass
             elif reason := deadline.reason(one.needed):
-                failed += rows_of(settings, one, {side.name: status(reason) for side in one.sides})
+                failed += rows_of(settings, one, {method.name: status(reason) for method in one.methods})
             else:
                 found = measure(watch_of(settings.device), one)
-                for side in one.sides:
-                    keep(journal, failed, rows_of(settings, one, {side.name: found[side.name]}))
+                for method in one.methods:
+                    keep(journal, failed, rows_of(settings, one, {method.name: found[method.name]}))
             step(f"{one.data}, {one.setting}")
 
 
 def is_whole(settings: Settings, journal: Journal, table: Table) -> bool:
     """Whether nothing of a table is to be measured."""
     return all(
-        side.missing or side.foreign or is_finished(settings, journal, table, side) for side in table.sides
+        method.missing or method.foreign or is_finished(settings, journal, table, method)
+        for method in table.methods
     )
 
 
-def is_finished(settings: Settings, journal: Journal, table: Table, side: Side) -> bool:
-    """Whether a side's rows are there."""
-    return journal.finished(table_name(table.kind, settings.scale, table.data), table.setting, side.name)
+def is_finished(settings: Settings, journal: Journal, table: Table, method: TimedMethod) -> bool:
+    """Whether a method's rows are there."""
+    return journal.finished(table_name(table.kind, settings.scale, table.data), table.setting, method.name)
 
 
 def rows_of(settings: Settings, table: Table, found: Mapping[str, Values]) -> list[Row]:
@@ -100,17 +101,17 @@ def rows_of(settings: Settings, table: Table, found: Mapping[str, Values]) -> li
 
 
 def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Values]:
-    """Values of each side; one that fails has a status instead."""
+    """Values of each method; one that fails has a status instead."""
     calls: dict[str, list[Call]] = {}
     found = {
-        side.name: status(side.missing) if side.missing else attempt(partial(built, side, calls))
-        for side in table.sides
+        method.name: status(method.missing) if method.missing else attempt(partial(built, method, calls))
+        for method in table.methods
     }
     spans: dict[str, Span] = {}
-    for side in table.sides:
-        if side.name in calls:
-            made = attempt(partial(spanned, watch, table, side, calls[side.name], spans))
-            found[side.name] = {**found[side.name], **made} if side.name in spans else made
+    for method in table.methods:
+        if method.name in calls:
+            made = attempt(partial(spanned, watch, table, method, calls[method.name], spans))
+            found[method.name] = {**found[method.name], **made} if method.name in spans else made
     if spans:
         times = (steady if table.graph else steady_eager)(watch, spans, table.plan, settle)
         add_times(table, times, found)
@@ -120,21 +121,23 @@ def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Val
     return found
 
 
-def spanned(watch: Watch, table: Table, side: Side, calls: list[Call], spans: dict[str, Span]) -> Values:
-    """Add the span of a side, captured where the table is of graphs; what another library does not let be captured is launched
-    one by one, and says so."""
+def spanned(
+    watch: Watch, table: Table, method: TimedMethod, calls: list[Call], spans: dict[str, Span]
+) -> Values:
+    """Add the span of a method, captured where the table is of graphs; what another library does not let be captured is
+    launched one by one, and says so."""
     if not table.graph:
-        spans[side.name] = prepare_eager(watch, calls, table.plan)
+        spans[method.name] = prepare_eager(watch, calls, table.plan)
         return {}
     try:
-        spans[side.name] = prepare(watch, calls, table.plan)
+        spans[method.name] = prepare(watch, calls, table.plan)
         return kernel(launched(calls[0]))
     except RuntimeError:
-        if not side.foreign:
+        if not method.foreign:
             raise
         watch.sync()
         one = prepare_eager(watch, calls, table.plan)
-        spans[side.name] = Span(one.count, one.eager, one.eager)
+        spans[method.name] = Span(one.count, one.eager, one.eager)
         return {ONE_BY_ONE: (1.0, "")}
 
 
@@ -143,10 +146,10 @@ def prepare_eager(watch: Watch, calls: list[Call], plan: Plan) -> Span:
     return prepare(Uncaptured(watch), calls, plan)
 
 
-def built(side: Side, calls: dict[str, list[Call]]) -> Values:
+def built(method: TimedMethod, calls: dict[str, list[Call]]) -> Values:
     """Make the calls, run the first twice, and note the peak of memory of the second, model and inputs included."""
     before = in_use()
-    made = side.build()
+    made = method.build()
     several = made if isinstance(made, list) else [made]
     call = several[0]
     call()
@@ -157,12 +160,12 @@ def built(side: Side, calls: dict[str, list[Call]]) -> Values:
         call()
         torch.cuda.synchronize()
         values["peak memory"] = ((torch.cuda.max_memory_allocated() - before) / GB, "GB")
-    calls[side.name] = several
+    calls[method.name] = several
     return values
 
 
 def in_use() -> int:
-    """Bytes that are allocated on the GPU, what earlier sides keep."""
+    """Bytes that are allocated on the GPU, what earlier methods keep."""
     if not torch.cuda.is_available():
         return 0
     gc.collect()
