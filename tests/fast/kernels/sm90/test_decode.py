@@ -286,6 +286,7 @@ PROBLEMS = [
     problem("fp8", "token"), problem("int4", "token", window=True), problem("value", ""),
     problem("int8", "token", masked=True), problem("fp8", "head", dtype="float16"), problem("int4", "token", width=64),
     problem("int8", "channel", zero=True, group=32, window=True),
+    problem("int4", "channel", zero=True, group=64, window=True),
 ]  # fmt: skip
 
 
