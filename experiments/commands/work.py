@@ -15,6 +15,7 @@ from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
     check_writable,
+    console,
     print_json,
     print_table,
     say,
@@ -75,6 +76,8 @@ def run_experiments(
                 raise
             raise WrongInput(str(error)) from error
     show_written("Reproduced", written, as_json)
+    if real is not None and not as_json:
+        show_findings(names, real.models, folders)
     if LOST:
         say(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
@@ -480,6 +483,20 @@ def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) 
         print_json([{"what": what, "where": where} for what, where in written])
     else:
         print_table(title, ["what", "where"], written)
+
+
+def show_findings(names: Sequence[str], models: Sequence[str], folders: Paths) -> None:
+    """What the pages of experiments say first of these models, and where the rest is."""
+    from experiments.harness.rows import read
+    from experiments.models.causal_lm import real_model
+
+    titles = [real_model(given, folders.cache).name for given in models]
+    for name in names:
+        found = EXPERIMENTS[name].page_module().findings(list(read(folders.rows(name))))
+        for line in found:
+            if any(title in line for title in titles):
+                console().print(line)
+        say(f"all tables and figures: {folders.reports / f'{name}.html'}")
 
 
 def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> None:

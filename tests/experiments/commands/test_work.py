@@ -1,13 +1,16 @@
 """`ao-lab corpus`, and `--corpus` of the commands that train."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from ao_lab.cli.app import main
 from experiments.__main__ import main as module_main
 from experiments.data import corpora as assemble
+from experiments.harness.registry import Experiment
 from tests.experiments.harness import tiny
+from tests.support.models.hf_models import save_llama
 
 
 def complaint(capsys, *arguments):
@@ -61,3 +64,19 @@ def test_reproduce_takes_a_corpus(capsys, monkeypatch, tmp_path):
 def test_the_module_refuses_as_well(capsys, arguments):
     assert module_main(arguments) == 2
     assert "prose" in capsys.readouterr().err
+
+
+def test_what_was_found_of_ones_own_model_is_shown(capsys, monkeypatch, tmp_path):
+    """The findings that name it, and where the page is; with --json one document alone."""
+    save_llama(tmp_path / "Mine")
+    page = SimpleNamespace(findings=lambda rows: ["Mine, perplexity +1.0%.", "Another, perplexity +9.0%."])
+    monkeypatch.setattr(Experiment, "page_module", lambda self: page)
+    monkeypatch.setattr("experiments.runs.run.reproduce", lambda names, **more: [])
+    given = ["reproduce", "ptq", "--model", str(tmp_path / "Mine"), "--reports", str(tmp_path / "out")]
+    assert main(given) == 0
+    out, err = capsys.readouterr()
+    assert "Mine, perplexity +1.0%." in out
+    assert "Another" not in out
+    assert "ptq.html" in err
+    assert main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
