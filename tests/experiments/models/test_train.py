@@ -15,27 +15,10 @@ from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.train import Checkpoint, Muon, Run, Steps, orthogonal
 from tests.experiments.harness import tiny
 from tests.experiments.models.killed_training import SETTINGS, main
+from tests.experiments.models.test_pretraining import StoppedHere, Stopping
 from tests.support.runs import fresh_processes
 
 # A training run that is killed goes on where it was and ends with the same bits.
-
-
-class StoppedHere(Exception):
-    """Stands for a kill between two steps."""
-
-
-class Stopping(Checkpoint):
-    """Keeps every step, and stops after some."""
-
-    def __init__(self, path, after):
-        super().__init__(path, seconds=0.0)
-        self.after = after
-
-    def reached(self, run):
-        super().reached(run)
-        self.after -= 1
-        if not self.after:
-            raise StoppedHere
 
 
 def weights(model):
