@@ -473,11 +473,13 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     Call it after every optimizer step, on every rank. Without it each weight reduces its own scale when it is gathered first
     after a step. A scale is used as long as its weight has not changed: after a load, or a step that this did not follow, it is
-    found again. Weights of which some rank has no rows are left to that. TypeError for anything but a model.
+    found again. Weights of which some rank has no rows are left to that. Codes, of any scheme, are made anew at the next
+    gather. TypeError for anything but a model.
     """
     check_model(module)
     groups: dict[Any, list[tuple[nn.Module, CastOnGather]]] = {}
     for one, weight in gathered_weights(module):
+        weight.known.sent = None  # whatever wrote to it
         # Shards that FSDP2 holds on the host are reduced on the device, when they are gathered.
         here = weight.device.type == one.weight.device_mesh.device_type
         if weight.scheme.scale.block == "tensor" and here and has_rows_everywhere(one.weight):
@@ -519,7 +521,7 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
 
     Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
     write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it) are
-    not seen: `precompute_float8_dynamic_scale_for_fsdp` after them finds the scales again.
+    not seen: `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1

@@ -6,6 +6,7 @@ both batches then.)
 """
 
 import copy
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
+from ao_lab.training import fsdp as hooks
 from ao_lab.training.fsdp import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE
 
@@ -210,6 +212,41 @@ def compare_reductions():
     assert reductions() == 4
 
 
+def compare_quantized_once():
+    """Both passes and micro-batches send what was quantized once; whatever writes to a weight makes it old."""
+    _, net = converted("rowwise")
+    shard(net)
+    made, quantized_shard = [], hooks.quantized_shard
+
+    def count(*given):
+        made.append(1)
+        return quantized_shard(*given)
+
+    def quantized():
+        made.clear()
+        loss_of(net, batch(0, 0)).backward()
+        return len(made)
+
+    with mock.patch.object(hooks, "quantized_shard", count):
+        assert (quantized(), quantized()) == (4, 0)
+        torch.optim.AdamW(net.parameters(), 1e-3).step()
+        assert quantized() == 4
+        stored = net.state_dict()["0.up.weight"]
+        for written in (
+            net[0].up.weight,
+            net[0].up.weight.to_local(),
+            stored.to_local(),
+            stored,
+            stored.detach(),
+        ):
+            with torch.no_grad():
+                written.mul_(2)
+            assert quantized() == 1, type(written)
+        stored.to_local().data.mul_(2)  # which torch does not count
+        precompute_float8_dynamic_scale_for_fsdp(net)
+        assert quantized() == 4
+
+
 def compare_unequal_shards(recipe, rows):
     """Rows that the ranks do not divide, and fewer rows than ranks."""
     torch.manual_seed(0)
@@ -363,5 +400,6 @@ def fsdp(*compiled):
     compare_mixed_precision()
     compare_bytes()
     compare_reductions()
+    compare_quantized_once()
     compare_bad_weights()
     compare_late_weights()
