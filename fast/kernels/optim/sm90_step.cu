@@ -11,7 +11,7 @@
 //
 // Defined: BITS (of codes), BLOCK, ADAM (its decay is added to gradients), ROUNDS (parameters are rounded stochastically), MASTER
 // (bits of errors beside parameters, 0: none), WARPS, TURNS (of a warp), RESIDENT (programs of a multiprocessor), STAGES (turns of
-// which a warp reads ahead, less one), MULTIPLY (1: digits of codes, 2: elements are multiplied in place of shifts).
+// which a warp reads ahead, less one).
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -27,7 +27,7 @@ struct Problem {
   const i64* tensors;     // addresses and counts of each parameter
   const float* numbers;   // of its step
   u32 first_keys[10], second_keys[10];  // of Philox, a round each
-  u32 powers[3];          // 4, 256, 65536
+  u32 powers[2];          // 4, 256
 };
 
 // Where the words of a turn lie in shared memory, from a warp's stage on: 32 lanes after each other, in the order of their size.
@@ -94,8 +94,8 @@ __device__ __forceinline__ u32 scaled_sum(u32 x, u32 power, u32 y) {
 }
 
 // Element i of bfloat16 in words.
-__device__ __forceinline__ float element(const u32* words, int i, const Problem& problem) {
-  return value(i % 2 ? words[i / 2] & 0xFFFF0000 : MULTIPLY & 2 ? scaled_sum(words[i / 2], problem.powers[2], 0) : words[i / 2] << 16);
+__device__ __forceinline__ float element(const u32* words, int i) {
+  return value(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
 }
 
 // A copy to a place of shared memory, which the lane that asks for it alone reads.
@@ -119,22 +119,14 @@ __device__ __forceinline__ void load(u32* to, u32 from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
 }
 
-template <typename T>
-__device__ __forceinline__ void put(void* to, T v) {
-  if (MULTIPLY & 4)
-    *static_cast<T*>(to) = v;
-  else
-    __stcs(static_cast<T*>(to), v);
-}
-
 template <int WORDS>
 __device__ __forceinline__ void store(void* to, const u32* from) {
   if constexpr (WORDS == 4)
-    put(to, make_uint4(from[0], from[1], from[2], from[3]));
+    __stcs(static_cast<uint4*>(to), make_uint4(from[0], from[1], from[2], from[3]));
   else if constexpr (WORDS == 2)
-    put(to, make_uint2(from[0], from[1]));
+    __stcs(static_cast<uint2*>(to), make_uint2(from[0], from[1]));
   else if constexpr (WORDS == 1)
-    put(to, from[0]);
+    __stcs(static_cast<u32*>(to), from[0]);
 }
 
 // Four words of random bits for a run.
@@ -201,7 +193,7 @@ __device__ __forceinline__ u32 e2m1_codes(const float* m, const u32* words, Scal
     const float above = fmaxf(fabsf(m[i]), scale.stored);
     const float below = __fadd_rz(saturated_product(fabsf(m[i]), scale.factor), 1.0f);
     const u32 code = pattern(above) + pattern(below) - grid;
-    digits[i] = MULTIPLY & 1 ? scaled_sum(code, problem.powers[0], random_of(words, i)) : code * 4 + random_of(words, i);
+    digits[i] = scaled_sum(code, problem.powers[0], random_of(words, i));
     signs = __funnelshift_l(pattern(m[i]), signs, 4);
   }
   const u32 codes = signs & 0x88888888 | nibbles_of_bytes(digits) & 0x77777777;
@@ -215,7 +207,7 @@ __device__ __forceinline__ u32 uint4_codes(const float* root, const u32* words, 
   for (int i = 0; i < RUN; i++) {
     const float y = fmaxf(__fmul_rn(root[i], scale.factor), 1.0f);
     const u32 fixed = pattern(__fadd_rz(y, 128.0f));
-    digits[i] = MULTIPLY & 1 ? scaled_sum(fixed, problem.powers[1], random_of(words, i)) : fixed * 256 + random_of(words, i);
+    digits[i] = scaled_sum(fixed, problem.powers[1], random_of(words, i));
   }
   return nibbles_of_bytes(digits);
 }
@@ -262,17 +254,17 @@ __device__ __forceinline__ void decoded(float* v, const u32* codes, float own) {
 }
 
 // Parameter i of a run as float32, with its error.
-__device__ __forceinline__ float master(const u32* p, const u32* error, int i, const Problem& problem) {
+__device__ __forceinline__ float master(const u32* p, const u32* error, int i) {
   if constexpr (MASTER == 8) {
     // A byte with its sign above it, which `__byte_perm` does not make, at bit 8.
     const u32 selector[4] = {0x8804, 0x9914, 0xAA24, 0xBB34};
     u32 wide;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(wide) : "r"(error[i / 4]), "r"(selector[i % 4]));
-    return value(pattern(element(p, i, problem)) + wide);
+    return value(pattern(element(p, i)) + wide);
   } else if constexpr (MASTER == 16) {
-    return value(pattern(element(p, i, problem)) + (static_cast<int>(i % 2 ? error[i / 2] : error[i / 2] << 16) >> 16));
+    return value(pattern(element(p, i)) + (static_cast<int>(i % 2 ? error[i / 2] : error[i / 2] << 16) >> 16));
   } else {
-    return element(p, i, problem);
+    return element(p, i);
   }
 }
 
@@ -373,7 +365,7 @@ __device__ __forceinline__ bool turn(
       float found[2];
 #pragma unroll
       for (int j = i; j < i + 2; j++) {
-        found[j - i] = moved<CLAMPED>(master(p[r], error[r], j, problem), element(g[r], j, problem), m[r][j], v[r][j], beta, square, n);
+        found[j - i] = moved<CLAMPED>(master(p[r], error[r], j), element(g[r], j), m[r][j], v[r][j], beta, square, n);
         top = larger(top, fabsf(m[r][j]));
         root_top = max(root_top, pattern(v[r][j]));
       }

@@ -27,7 +27,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 BITS = {"4bit": 4, "8bit": 8}
 #: Pointers of a launch, and how its numbers lie: the keys of each round of Philox.
 POINTERS = ("tiles", "tensors", "numbers")
-NUMBERS = f"{2 * ROUNDS}I3I4x"
+NUMBERS = f"{2 * ROUNDS}I2I"
 
 
 class Problem(NamedTuple):
@@ -43,14 +43,12 @@ class Problem(NamedTuple):
 
 class Variant(NamedTuple):
     """warps: of a program. turns: of a warp, one after the other. resident: programs of a multiprocessor. stages: turns
-    of which a warp reads ahead, less one. multiply: 1 for digits of codes, 2 for elements by
-    multiplications in place of shifts, which leave integer units to others."""
+    of which a warp reads ahead, less one."""
 
     warps: int
     turns: int
     resident: int
     stages: int = 3
-    multiply: int = 0
 
     @property
     def cluster(self) -> int:
@@ -64,7 +62,7 @@ class Variant(NamedTuple):
 
 
 #: By bits of codes.
-VARIANTS = {4: Variant(1, 16, 20), 8: Variant(1, 16, 20, 2)}
+VARIANTS = {4: Variant(1, 16, 24), 8: Variant(1, 16, 20, 2)}
 #: Bits of codes that it is known to step faster than Triton's kernel does (reports/LOG.md).
 QUICKER = {4}
 
@@ -73,7 +71,7 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "BITS": problem.bits, "BLOCK": problem.block, "ADAM": int(problem.adam), "ROUNDS": int(problem.rounds),
         "MASTER": problem.master, "WARPS": variant.warps, "TURNS": variant.turns, "RESIDENT": variant.resident,
-        "STAGES": variant.stages, "MULTIPLY": variant.multiply,
+        "STAGES": variant.stages,
     }  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def launch(
 @lru_cache(maxsize=256)
 def _launch(problem: Problem, variant: Variant, programs: int, seed: int) -> CudaLaunch:
     shared = variant.warps * variant.stages * stage_of(problem)
-    numbers = (*keys_of(seed), 4, 256, 65536)
+    numbers = (*keys_of(seed), 4, 256)
     return CudaLaunch(KERNEL, variant, problem, POINTERS, programs, shared, (NUMBERS, numbers))
 
 
