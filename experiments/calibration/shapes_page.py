@@ -19,7 +19,7 @@ from experiments.report.results import Results, by_run, failures, table
 from experiments.report.targets import RunTargets, Target, limits
 
 TEXT = (
-    "Random weights and tokens: 128 sequences of 2048 tokens at full scale; loading is not counted. An estimate is of a model "
+    "Random weights and tokens: 128 sequences of 2048 tokens in full runs; loading is not counted. An estimate is of a model "
     "of the first blocks: what is before the second one, and all others as long as the blocks after the first. Memory over the "
     "model is what was allocated at most beyond the dense model; memory in all, of blocks that are read from files one at a "
     "time, is all that was allocated.",
