@@ -42,7 +42,9 @@ from reference.schemes.schemes import Scheme
 #: Tokens to whose multiples lengths are filled up: tiles of `prefill`.
 TOKENS = 128
 #: Tokens whose sums a program of `statistics_kernel` makes, in steps.
-PART, STEP = tl.constexpr(1024), 64
+PART, STEP = tl.constexpr(256), 64
+#: Parts that are added at a time.
+PARTS = tl.constexpr(32)
 #: Signs of 16 channels as bits, 1 for minus.
 NEGATIVE = tl.constexpr(sum(1 << at for at, sign in enumerate(SIGNS_16) if sign < 0))
 #: The largest finite float32.
@@ -136,8 +138,11 @@ def mean_kernel(
     pair = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, TILE)
     total = tl.zeros((TILE,), tl.float32)
-    for part in tl.range(0, parts):
-        total += tl.load(sums + (pair * parts + part) * TILE + d)
+    for first in tl.range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None]
+        total += tl.sum(
+            tl.load(sums + (pair * parts + part) * TILE + d[None, :], mask=part < parts, other=0.0), 0
+        )
     if seen is not None:
         count = tl.zeros((), tl.int32)
         for start in tl.range(0, tokens, PART):
@@ -193,12 +198,12 @@ def _pair(v, MIXES: tl.constexpr):
 
 @triton.jit
 def _across(parts, w, STAGE: tl.constexpr):
-    """Sums and differences with the word 2**STAGE away: of the right one p - v, which is p + (-v)."""
+    """Sums and differences with the word 2**STAGE away: of the right one p - v, which is p + (-1) v, rounded once."""
     partner = tl.broadcast_to(w ^ (1 << STAGE), parts[0].shape)
-    flip = ((w >> STAGE) & 1) << 31
+    sign = tl.broadcast_to(1.0 - 2.0 * ((w >> STAGE) & 1).to(tl.float32), parts[0].shape)
     mixed = ()
     for i in tl.static_range(8):
-        mixed += (tl.gather(parts[i], partner, 1) + float_of(bits_of(parts[i]) ^ flip),)
+        mixed += (tl.fma(sign, parts[i], tl.gather(parts[i], partner, 1)),)
     return mixed
 
 

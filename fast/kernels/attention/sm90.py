@@ -31,14 +31,18 @@ TOGETHER = 24 << 20
 
 
 class Variant(NamedTuple):
-    """stages: of the ring."""
+    """stages: of the ring. parts: that a product of weights and values has. turns: whether warp groups give products to the
+    tensor core in turn. polynomials: of eight exponentials, those that are not the special unit's. cluster: programs that share
+    copies of keys and values. persistent: whether a program has several tiles of queries. early: whether scores of the next
+    tile are multiplied while weights of this one are made."""
 
     stages: int = 4
-
-    @property
-    def cluster(self) -> int:
-        """Programs of a cluster."""
-        return 1
+    parts: int = 2
+    turns: bool = True
+    polynomials: int = 0
+    cluster: int = 1
+    persistent: bool = True
+    early: int = 0
 
     @property
     def threads(self) -> int:
@@ -49,7 +53,7 @@ class Variant(NamedTuple):
     def shared(self) -> int:
         """Bytes of dynamic shared memory: queries, the ring with scales of keys, barriers, alignment."""
         stage = KEYS * WIDTH + (WIDTH + ONES) * KEYS + 4 * KEYS
-        return QUERIES * WIDTH + self.stages * (stage + 32) + 8 + 1024
+        return QUERIES * WIDTH + self.stages * (stage + 32) + 16 + 1024
 
 
 class Problem(NamedTuple):
@@ -63,8 +67,10 @@ class Problem(NamedTuple):
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
-        "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
-        "CAUSAL": int(problem.causal),
+        "STAGES": variant.stages, "PARTS": variant.parts, "TURNS": int(variant.turns), "EARLY": variant.early,
+        "CLUSTER": variant.cluster,
+        "POLYNOMIALS": 0 if problem.by_token or problem.element != "int8" else variant.polynomials,
+        "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token), "CAUSAL": int(problem.causal),
     }  # fmt: skip
 
 
@@ -75,9 +81,12 @@ def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
     scores = _products(
         "Score", KEYS, f"{kind}.{kind}", "u64 a, u64 b", "{0}, {1}, MORE" + signs, '"l"(a), "l"(b)', integer
     )
-    sums = _products(
-        "float", WIDTH + ONES, "e4m3.e4m3", "u32 a, u32 b, u32 c, u32 e, u64 values",
-        "{{{0}, {1}, {2}, {3}}}, {4}, MORE, 1, 1", '"r"(a), "r"(b), "r"(c), "r"(e), "l"(values)', False,
+    sums = "".join(
+        _products(
+            "float", columns, "e4m3.e4m3", "u32 a, u32 b, u32 c, u32 e, u64 values",
+            "{{{0}, {1}, {2}, {3}}}, {4}, MORE, 1, 1", '"r"(a), "r"(b), "r"(c), "r"(e), "l"(values)', False,
+        )
+        for columns in ((WIDTH + ONES,) if variant.parts == 1 else (WIDTH // 2, WIDTH // 2 + ONES))
     )  # fmt: skip
     text = f"""
 typedef {"int" if integer else "float"} Score;
@@ -146,23 +155,30 @@ def attended(
     variant = Variant() if variant is None else variant
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
     problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal)
-    if not cuda.is_loadable(KERNEL, variant, problem, heads.q.get_device()):
+    if not cuda.is_loadable(KERNEL, variant, problem, heads.q.get_device(), variant.shared):
         return None
+    if count // heads.k.shape[1] % variant.cluster:
+        variant = variant._replace(cluster=1)
     groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
     rows = batch * count
     together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
     place = keys - queries if offset is None else offset
     numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
 
+    units = rows // variant.cluster * -(-queries // QUERIES)
+    device = heads.q.get_device()
+    if variant.persistent:
+        units = min(units, cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, device))
+
     def describe(q: int, k: int, v: int) -> bytes:
         return (
             tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
-            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
-            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
+            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS // variant.cluster, WIDTH))
+            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH // variant.cluster, KEYS))
         )
 
     launch = CudaLaunch(
-        KERNEL, variant, problem, POINTERS, rows * -(-queries // QUERIES), variant.shared, (NUMBERS, numbers),
+        KERNEL, variant, problem, POINTERS, units * variant.cluster, variant.shared, (NUMBERS, numbers),
         maps=Maps(describe, 3, (0, 1, 2)),
     )  # fmt: skip
     call = Call(

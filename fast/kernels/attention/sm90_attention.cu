@@ -1,16 +1,17 @@
 // Attention of many queries with operands in 8 bits, heads of 128 channels, for Hopper (sm_90a): `sm90.py` says what of and launches
 // it; `products.h` is generated there. Codes are those of `fast.kernels.attention.quantize_heads`, steps those of `prefill`.
 //
-// A program has 128 queries of a head, 64 for each of two warpgroups; one thread of a third one loads tiles of 128 keys and of the
-// transposed values by the tensor copy engine into a ring of STAGES. The warpgroups take turns: while one has the tensor core, the
-// other makes weights of its scores, so that exponentials and products overlap. In its turn a warpgroup multiplies the weights and
-// the values of a tile; behind that queries and keys of the next one, while it adds the first product to its sums. (Both at once
-// would need 43 registers more than a thread has.)
+// A program has 128 queries of a head, 64 for each of two warpgroups, then others, until all are done; one thread of a third
+// warpgroup loads tiles of 128 keys and of the transposed values by the tensor copy engine into a ring of STAGES. The programs of
+// a cluster have heads of the same keys: each loads a part of a tile for all.
+//
+// A warpgroup gives scores of the next tile to the tensor core, and behind them weights by values of this one, whose product it
+// adds to its sums while it makes weights of the next scores. Registers of a thread hold 68 sums, 64 scores, 16 words of weights,
+// and half of a product (PARTS = 2: channels 0 to 63, then the others), or all of it.
 //
 // Weights never leave their thread: the tokens of values lie in the order in which threads have weights. Behind the 128 rows of a
 // tile of values (channels) there are eight of ones, so that column 128 of the product is the sum of the weights as they are
-// multiplied. A product starts at zero and is added in float32: sums in two levels, and no accumulator that is read while weights
-// of the next tile are written to registers.
+// multiplied. A product starts at zero and is added in float32: sums in two levels.
 //
 // Included are the generated header and `hopper/copies.cuh`.
 
@@ -32,20 +33,22 @@ struct Problem {
   int heads, groups, rows, together;  // rows: heads of all sequences; together: of them at a time
 };
 
-constexpr int GROUPS = 2, CLUSTER = 1, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
-constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2;
+constexpr int GROUPS = 2, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
+constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2, FIRST = PARTS == 2 ? WIDTH / 4 : SUMS;  // sums of the first part
+constexpr int WORDS = KEYS / 8;
 constexpr int Q_BYTES = 64 * WIDTH, K_BYTES = KEYS * WIDTH, V_BYTES = WIDTH * KEYS, V_STEP = V_BYTES + ONES * KEYS;
 constexpr int SCALE_BYTES = BY_TOKEN ? KEYS * 4 : 0;
 constexpr float PEAK = 8.0f;
 
-#include "products.h"  // start, multiply and finish: of Score (&)[SCORES], and of float (&)[SUMS]
+#include "products.h"  // start, multiply and finish: of Score (&)[SCORES], and of float (&)[] of a part
 #include "copies.cuh"
 
 struct Ring {
-  u32 q, k, v, scale, full_q, full_k, full_v, empty_k, empty_v;
+  u32 q, k, v, scale, full_q, empty_q, full_k, full_v, empty_k, empty_v;
   __device__ __forceinline__ Ring(u32 base)
       : q(base), k(q + GROUPS * Q_BYTES), v(k + STAGES * K_BYTES), scale(v + STAGES * V_STEP), full_q(scale + STAGES * SCALE_BYTES),
-        full_k(full_q + 8), full_v(full_k + 8 * STAGES), empty_k(full_v + 8 * STAGES), empty_v(empty_k + 8 * STAGES) {}
+        empty_q(full_q + 8), full_k(empty_q + 8), full_v(full_k + 8 * STAGES), empty_k(full_v + 8 * STAGES),
+        empty_v(empty_k + 8 * STAGES) {}
 };
 
 // A stage of the ring, and the parity of its barriers' phase.
@@ -57,13 +60,13 @@ struct Place {
   }
 };
 
-// What a program has to do: those with most keys first, some heads at a time.
+// What a program has to do at a time: tiles with most keys first, some heads after others.
 struct Work {
   int row, first, tiles, free;  // row: of heads; free: tiles that all of its queries see
-  __device__ __forceinline__ Work(const Problem& p) {
-    const int along = (p.queries + QUERIES - 1) / QUERIES, each = p.together * along;
-    const int group = blockIdx.x / each, at = blockIdx.x % each, heads = min(p.together, p.rows - group * p.together);
-    row = group * p.together + at % heads;
+  __device__ __forceinline__ Work(const Problem& p, int unit, int rank) {
+    const int along = (p.queries + QUERIES - 1) / QUERIES, each = p.together / CLUSTER * along;
+    const int group = unit / each, at = unit % each, heads = min(p.together, p.rows - group * p.together) / CLUSTER;
+    row = group * p.together + at % heads * CLUSTER + rank;
     first = (along - 1 - at / heads) * QUERIES;
     int end = p.keys, all = p.keys;
     if (CAUSAL) {
@@ -75,28 +78,49 @@ struct Work {
   }
 };
 
+// The units of a cluster, of all: forwards and backwards in turn, so that all clusters have as much to do.
+struct Units {
+  int cluster, clusters, all, round = 0;
+  __device__ __forceinline__ Units(const Problem& p)
+      : cluster(blockIdx.x / CLUSTER), clusters(gridDim.x / CLUSTER),
+        all(p.rows / CLUSTER * ((p.queries + QUERIES - 1) / QUERIES)) {}
+  __device__ __forceinline__ int unit() const { return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster); }
+};
+
 __device__ __forceinline__ int key_head(const Problem& p, int row) {
   return row / p.heads * (p.heads / p.groups) + row % p.heads / p.groups;
 }
 
-// One thread: the queries, then all tiles.
-__device__ __forceinline__ void produce(const Maps& maps, const Problem& p, const Ring& ring, const Work& work) {
-  const int pair = key_head(p, work.row);
-  expect_bytes(ring.full_q, GROUPS * Q_BYTES);
-  for (int g = 0; g < GROUPS; g++)
-    copy_box(maps.q, ring.q + g * Q_BYTES, ring.full_q, 0, work.row * p.q_room + work.first + 64 * g, 0);
+// One thread: of each unit the queries, then all tiles.
+__device__ __forceinline__ void produce(const Maps& maps, const Problem& p, const Ring& ring, int rank) {
+  constexpr unsigned short ALL = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
   Place at;
+  u32 parity = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < work.tiles; tile++, at.advance()) {
-    wait_for(ring.empty_k + 8 * at.stage, at.parity ^ 1);
-    const u32 bar = ring.full_k + 8 * at.stage;
-    expect_bytes(bar, K_BYTES + SCALE_BYTES);
-    copy_box(maps.k, ring.k + at.stage * K_BYTES, bar, 0, pair * p.k_room + tile * KEYS, 0);
-    if (BY_TOKEN)
-      copy_bytes(p.k_scale + i64(pair) * p.k_room + tile * KEYS, ring.scale + at.stage * SCALE_BYTES, bar, SCALE_BYTES);
-    wait_for(ring.empty_v + 8 * at.stage, at.parity ^ 1);
-    expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);
-    copy_box(maps.v, ring.v + at.stage * V_STEP, ring.full_v + 8 * at.stage, tile * KEYS, pair * WIDTH, 0);
+  for (Units units(p); units.round * units.clusters < units.all; units.round++) {
+    if (units.unit() >= units.all) continue;
+    const Work work(p, units.unit(), rank);
+    if (work.tiles == 0) continue;
+    const int pair = key_head(p, work.row);
+    wait_for(ring.empty_q, parity ^ 1);
+    parity ^= 1;
+    expect_bytes(ring.full_q, GROUPS * Q_BYTES);
+    for (int g = 0; g < GROUPS; g++)
+      copy_box(maps.q, ring.q + g * Q_BYTES, ring.full_q, 0, work.row * p.q_room + work.first + 64 * g, 0);
+#pragma unroll 1
+    for (int tile = 0; tile < work.tiles; tile++, at.advance()) {
+      wait_for(ring.empty_k + 8 * at.stage, at.parity ^ 1);
+      const u32 bar = ring.full_k + 8 * at.stage;
+      expect_bytes(bar, K_BYTES + SCALE_BYTES);
+      copy_box(maps.k, ring.k + at.stage * K_BYTES + rank * (K_BYTES / CLUSTER), bar, 0,
+          pair * p.k_room + tile * KEYS + rank * (KEYS / CLUSTER), ALL);
+      if (BY_TOKEN)
+        copy_bytes(p.k_scale + i64(pair) * p.k_room + tile * KEYS, ring.scale + at.stage * SCALE_BYTES, bar, SCALE_BYTES);
+      wait_for(ring.empty_v + 8 * at.stage, at.parity ^ 1);
+      expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);
+      copy_box(maps.v, ring.v + at.stage * V_STEP + rank * (V_BYTES / CLUSTER), ring.full_v + 8 * at.stage, tile * KEYS,
+          pair * WIDTH + rank * (WIDTH / CLUSTER), ALL);
+    }
   }
 }
 
@@ -104,6 +128,19 @@ __device__ __forceinline__ float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 2^x, within 2^-18 of it, on the units that multiply: x = n + f, a polynomial of f, and n added to its exponent.
+__device__ __forceinline__ float polynomial(float x) {
+  constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it becomes whole
+  x = fmaxf(x, -120.0f);
+  const float whole = x + WHOLE, f = x - (whole - WHOLE);
+  float y = 0.0095700692f;
+  y = __fmaf_rn(y, f, 0.0559178867f);
+  y = __fmaf_rn(y, f, 0.2402474568f);
+  y = __fmaf_rn(y, f, 0.6931218119f);
+  y = __fmaf_rn(y, f, 0.9999992612f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
 }
 
 __device__ __forceinline__ float reciprocal(float x) {
@@ -135,8 +172,9 @@ __device__ __forceinline__ void give_scores(Score (&s)[SCORES], u32 q, u32 k) {
   commit();
 }
 
-// Weights by values of a tile, and by ones.
-__device__ __forceinline__ void give_sums(float (&d)[SUMS], const u32 (&p)[KEYS / 8], u32 v) {
+// Weights by some channels of a tile of values, and by ones.
+template <int COUNT>
+__device__ __forceinline__ void give_sums(float (&d)[COUNT], const u32 (&p)[WORDS], u32 v) {
   const u64 b = descriptor(v, KEYS);
   start(d, p[0], p[1], p[2], p[3], b);
 #pragma unroll
@@ -144,56 +182,123 @@ __device__ __forceinline__ void give_sums(float (&d)[SUMS], const u32 (&p)[KEYS 
   commit();
 }
 
-// A thread's two rows of queries, at lane / 4 and 8 below.
+// The product of a part, which has ended.
+template <int FROM, int COUNT>
+__device__ __forceinline__ void add(float (&y)[SUMS], const float (&d)[COUNT], const float (&shrink)[2]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) y[FROM + i] = __fmaf_rn(y[FROM + i], shrink[i / 2 % 2], d[i]);
+}
+
+// Registers keep what they hold until here, and what is made of it later begins here.
+template <int FROM, int TO, int COUNT>
+__device__ __forceinline__ void keep(u32 (&p)[COUNT]) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) asm volatile("" : "+r"(p[i])::"memory");
+}
+template <int FROM, int TO, int COUNT>
+__device__ __forceinline__ void keep(int (&p)[COUNT]) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) asm volatile("" : "+r"(p[i])::"memory");
+}
+template <int FROM, int TO, int COUNT>
+__device__ __forceinline__ void keep(float (&p)[COUNT]) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) asm volatile("" : "+f"(p[i])::"memory");
+}
+
+// A thread's two rows of queries, at lane / 4 and 8 below. A weight is 2^(x c + base).
 struct Rows {
-  float factor[2], top[2], shrink[2];
-  int end[2];  // the first key that is not seen
+  float factor[2], top[2], shrink[2], c[2], base[2];
+  int end;  // how many keys the first one sees, less those in front of a thread's own ones
+  // How many of a tile's keys from its own first one on a thread's queries see: what is compared with them is a constant.
+  __device__ __forceinline__ int left(const Problem& p, int row, int key) const {
+    const int all = p.keys - 2 * int(threadIdx.x % 4);
+    return (CAUSAL ? min(end + 8 * row, all) : all) - key;
+  }
 };
 
-// Weights of a tile's scores, in e4m3; and what earlier sums shrink by.
-template <bool MASKED>
-__device__ __forceinline__ void weigh(
-    u32 (&p)[KEYS / 8], const Score (&s)[SCORES], Rows& rows, float k_scale, u32 scales, int key) {
-  const int lane = threadIdx.x % 4;
-  // How many of the keys from its own first one on a thread's queries see: what is compared with them is a constant.
-  const int left[2] = {rows.end[0] - key - 2 * lane, rows.end[1] - key - 2 * lane};
-  float x[SCORES];
+__device__ __forceinline__ int least(int) { return -2147483647 - 1; }
+__device__ __forceinline__ float least(float) { return -__int_as_float(0x7F800000); }
+
+// Scores of keys that are not seen become the least one.
+__device__ __forceinline__ void hide(Score (&s)[SCORES], const Problem& p, const Rows& rows, int key) {
+  const int left[2] = {rows.left(p, 0, key), rows.left(p, 1, key)};
+#pragma unroll
+  for (int i = 0; i < SCORES; i++)
+    if (8 * (i / 4) + i % 2 >= left[i / 2 % 2]) s[i] = least(s[i]);
+}
+
+// Scores in float32. HIDDEN: some may be the least one.
+template <bool HIDDEN>
+__device__ __forceinline__ void read(float (&x)[SCORES], const Score (&s)[SCORES], u32 scales) {
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) {
     float2 each = {1.0f, 1.0f};
-    if (BY_TOKEN) each = pair_at(scales + 4 * (8 * n + 2 * lane));
+    if (BY_TOKEN) each = pair_at(scales + 4 * (8 * n + 2 * (threadIdx.x % 4)));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float v = float(s[4 * n + i]);
       if (BY_TOKEN) v *= i % 2 ? each.y : each.x;
-      if (MASKED) v = 8 * n + i % 2 < left[i / 2] ? v : -__int_as_float(0x7F800000);
-      x[4 * n + i] = v;
+      x[4 * n + i] = HIDDEN && s[4 * n + i] == least(s[0]) ? -__int_as_float(0x7F800000) : v;
     }
   }
-  float c[2], base[2];
+}
+
+template <class T>
+__device__ __forceinline__ T largest(const T (&x)[SCORES], int row) {
+  T most = x[2 * row];
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) most = max(most, max(x[4 * n + 2 * row], x[4 * n + 2 * row + 1]));
+  return most;
+}
+
+// The largest score of each row.
+template <bool HIDDEN>
+__device__ __forceinline__ void find_largest(float (&most)[2], const Score (&s)[SCORES], u32 scales) {
+  float x[SCORES];
+  if (BY_TOKEN) read<HIDDEN>(x, s, scales);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float most = x[2 * r];
+    const Score whole = largest(s, r);
+    most[r] = BY_TOKEN ? largest(x, r) : whole == least(whole) ? -__int_as_float(0x7F800000) : float(whole);
+  }
+}
+
+// The largest score of each row so far, and what earlier sums shrink by.
+__device__ __forceinline__ void raise(Rows& rows, const float (&found)[2], float k_scale) {
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(x[4 * n + 2 * r], x[4 * n + 2 * r + 1]));
+  for (int r = 0; r < 2; r++) {
+    float most = found[r];
     most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 2));
-    c[r] = rows.factor[r] * k_scale;
-    const float top = fmaxf(rows.top[r], ceilf(most * c[r]));
-    const float at = MASKED && top == -__int_as_float(0x7F800000) ? 0.0f : top;  // no difference of infinities
+    rows.c[r] = rows.factor[r] * k_scale;
+    const float top = fmaxf(rows.top[r], ceilf(most * rows.c[r]));
+    const float at = top == -__int_as_float(0x7F800000) ? 0.0f : top;  // no difference of infinities
     rows.shrink[r] = exponential(rows.top[r] - at);
     rows.top[r] = top;
-    base[r] = PEAK - at;
+    rows.base[r] = PEAK - at;
   }
+}
+
+// Exponents of weights, in place of scores.
+__device__ __forceinline__ void lower(float (&x)[SCORES], const Rows& rows) {
 #pragma unroll
-  for (int j = 0; j < KEYS / 16; j++) {
+  for (int i = 0; i < SCORES; i++) x[i] = __fmaf_rn(x[i], rows.c[i / 2 % 2], rows.base[i / 2 % 2]);
+}
+
+// Words FROM to TO of the weights of a tile, in e4m3.
+template <int FROM, int TO>
+__device__ __forceinline__ void weigh(u32 (&p)[WORDS], const float (&x)[SCORES]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float w[4];
+  for (int j = FROM; j < TO; j++) {
+    const int at = j / 4 * 16 + j / 2 % 2 * 8 + j % 2 * 2;
+    float w[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = exponential(__fmaf_rn(x[8 * j + 4 * (i / 2) + 2 * r + i % 2], c[r], base[r]));
-      p[j / 2 * 4 + j % 2 * 2 + r] = rounded(w[0], w[1], w[2], w[3]);
+    for (int i = 0; i < 4; i++) {
+      const float e = x[at + 4 * (i / 2) + i % 2];
+      w[i] = (4 * j + i) % 8 < POLYNOMIALS ? polynomial(e) : exponential(e);
     }
+    p[j] = rounded(w[0], w[1], w[2], w[3]);
   }
 }
 
@@ -214,93 +319,257 @@ __device__ __forceinline__ void store_pair(void* y, i64 at, float a, float b) {
 #endif
 }
 
-// A warpgroup: 64 queries.
-__device__ __forceinline__ void attend(const Problem& p, const Ring& ring, const Work& work, int group, int thread) {
-  const int lane = thread % 32, pair = key_head(p, work.row), first = work.first + 64 * group + thread / 32 * 16 + lane / 4;
-  const float* k_scale = p.k_scale + i64(pair) * (p.k_room / KEYS);
-  Rows rows;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    rows.top[r] = -__int_as_float(0x7F800000);
-    rows.end[r] = CAUSAL ? min(p.keys, first + 8 * r + p.offset + 1) : p.keys;
-    rows.factor[r] = p.q_scale[i64(work.row) * p.q_room + first + 8 * r] * p.factor;
+// The queries of a warpgroup in all units.
+struct Group {
+  const Problem& p;
+  const Ring& ring;
+  const int group, rank, lane;
+  const u32 q;
+  Place at;          // of the tile whose values come next
+  u32 parity = 0;    // of the queries
+
+  __device__ __forceinline__ Group(const Problem& p, const Ring& ring, int group, int rank)
+      : p(p), ring(ring), group(group), rank(rank), lane(threadIdx.x % 32), q(ring.q + group * Q_BYTES) {
+    if (TURNS && group == 1) give_turn(0);
   }
-  const u32 q = ring.q + group * Q_BYTES;
-  float y[SUMS];
+
+  __device__ __forceinline__ void release(u32 bar) {
+    if (lane < CLUSTER) arrive_at(bar, lane);
+  }
+
+  __device__ __forceinline__ void attend(const Work& work, int thread) {
+    const int pair = key_head(p, work.row), first = work.first + 64 * group + thread / 32 * 16 + lane / 4;
+    Rows rows;
+    float y[SUMS];
 #pragma unroll
-  for (int i = 0; i < SUMS; i++) y[i] = 0.0f;
-  auto release = [&](u32 bar) {
-    if (lane == 0) arrive_at(bar, 0);
-  };
-  if (work.tiles > 0) {
-    Place at;
-    wait_for(ring.full_q, 0);
-    wait_for(ring.full_k, 0);
+    for (int r = 0; r < 2; r++) {
+      rows.top[r] = -__int_as_float(0x7F800000);
+      rows.factor[r] = p.q_scale[i64(work.row) * p.q_room + first + 8 * r] * p.factor;
+    }
+    rows.end = first + p.offset + 1 - 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) y[i] = 0.0f;
+    if (work.tiles > 0) add_tiles(y, rows, work, p.k_scale + i64(pair) * (p.k_room / KEYS));
+    store(y, work.row, pair, first);
+  }
+
+  __device__ __forceinline__ void add_tiles(float (&y)[SUMS], Rows& rows, const Work& work, const float* k_scale) {
     Score s[SCORES];
-    if (group == 1) give_turn(0);
+    float x[SCORES];
+    u32 w[WORDS];
+    float of_tile = BY_TOKEN ? 1.0f : k_scale[0];
+    wait_for(ring.full_q, parity);
+    parity ^= 1;
+    wait_for(ring.full_k + 8 * at.stage, at.parity);
     fence();
-    give_scores(s, q, ring.k);
+    give_scores(s, q, ring.k + at.stage * K_BYTES);
     finish<0>(s);
-#pragma unroll 1
-    for (int tile = 0; tile < work.tiles; tile++) {
-      u32 w[KEYS / 8];
-      const float of_tile = BY_TOKEN ? 1.0f : k_scale[tile];
-      const u32 scales = ring.scale + at.stage * SCALE_BYTES;
-      if (tile < work.free)
-        weigh<false>(w, s, rows, of_tile, scales, tile * KEYS);
+    auto look = [&](int tile, const Place& place) {
+      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
+      float most[2];
+      if (!BY_TOKEN || tile < work.free)
+        find_largest<false>(most, s, scales);
       else
-        weigh<true>(w, s, rows, of_tile, scales, tile * KEYS);
-      release(ring.empty_k + 8 * at.stage);
-      Place next = at;
-      next.advance();
-      const bool more = tile + 1 < work.tiles;
+        find_largest<true>(most, s, scales);
+      raise(rows, most, of_tile);
+    };
+    auto take = [&](int tile, const Place& place) {
+      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
+      if (tile < work.free)
+        read<false>(x, s, scales);
+      else
+        read<true>(x, s, scales);
+      release(ring.empty_k + 8 * place.stage);
+      lower(x, rows);
+    };
+    if (work.free == 0) hide(s, p, rows, 0);
+    look(0, at);
+    take(0, at);
+#if EARLY == 2
+    Place ahead = at;  // of the tile whose scores come next
+    ahead.advance();
+    if (work.tiles > 1) {
+      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
+      fence();
+      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+    }
+#pragma unroll 1
+    for (int tile = 1;; tile++) {
+      const bool more = tile < work.tiles;
+      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
       float d[SUMS];
+      if (!BY_TOKEN && more) of_tile = k_scale[tile];
+      weigh<0, WORDS / 2>(w, x);
+      keep<0, WORDS / 2>(w);
       wait_for(ring.full_v + 8 * at.stage, at.parity);
-      if (more) wait_for(ring.full_k + 8 * next.stage, next.parity);
-      take_turn(group);
+      finish<0>(s);
+      keep<SCORES / 2, SCORES>(x);
+      if (more && tile >= work.free) hide(s, p, rows, tile * KEYS);
+      look(tile, ahead);
+      weigh<WORDS / 2, WORDS>(w, x);
+      keep<0, WORDS>(w);
+      keep<0, 2>(rows.top);
+      keep<0, 2>(rows.shrink);
+      Place next = ahead;
+      next.advance();
+      if (tile + 1 < work.tiles) wait_for(ring.full_k + 8 * next.stage, next.parity);
+      if (TURNS) take_turn(group);
       fence();
       give_sums(d, w, ring.v + at.stage * V_STEP);
       finish<0>(d);
-      if (more) {
-        fence();
-        give_scores(s, q, ring.k + next.stage * K_BYTES);
-      }
-      if (more || group == 0) give_turn(1 - group);  // nobody waits for the last one
+      keep<0, WORDS>(w);
       release(ring.empty_v + 8 * at.stage);
-#pragma unroll
-      for (int i = 0; i < SUMS; i++) y[i] = __fmaf_rn(y[i], rows.shrink[i / 2 % 2], d[i]);
+      at.advance();
+      add<0>(y, d, shrink);
+      if (!more) break;
+      keep<0, SCORES>(s);
+      take(tile, ahead);
+      ahead = next;
+      if (tile + 1 < work.tiles) {
+        fence();
+        give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+      }
+      if (TURNS) give_turn(1 - group);
+    }
+    if (TURNS) give_turn(1 - group);
+    if (lane == 0) arrive_at(ring.empty_q, rank);
+    return;
+#elif EARLY
+    Place ahead = at;  // of the tile whose scores come next
+    ahead.advance();
+    auto give_ahead = [&]() {
+      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
+      fence();
+      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+    };
+    // Values of the tile before this one, whose scores are with the tensor core, then scores of the next one.
+    auto step = [&](int tile) {
+      float d[SUMS];
+      if (!BY_TOKEN) of_tile = k_scale[tile];
+      wait_for(ring.full_v + 8 * at.stage, at.parity);
       finish<0>(s);
+      if (tile >= work.free) hide(s, p, rows, tile * KEYS);
+      if (TURNS) take_turn(group);
+      fence();
+      give_sums(d, w, ring.v + at.stage * V_STEP);
+      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
+      look(tile, ahead);
+      finish<0>(d);
+      keep<0, WORDS>(w);
+      release(ring.empty_v + 8 * at.stage);
+      at.advance();
+      add<0>(y, d, shrink);
+      keep<0, SCORES>(s);
+      take(tile, ahead);
+      ahead.advance();
+      if (tile + 1 < work.tiles) give_ahead();
+      if (TURNS) give_turn(1 - group);
+      weigh<0, WORDS>(w, x);
+    };
+    if (work.tiles > 1) give_ahead();
+    weigh<0, WORDS>(w, x);
+#pragma unroll 1
+    for (int tile = 1; tile < work.tiles; tile++) step(tile);
+#else
+    weigh<0, WORDS>(w, x);
+#pragma unroll 1
+    for (int tile = 1; tile < work.tiles; tile++) {
+      Place next = at;
+      next.advance();
+      float first_part[FIRST];
+      u32 next_w[WORDS];
+      if (!BY_TOKEN) of_tile = k_scale[tile];
+      wait_for(ring.full_v + 8 * at.stage, at.parity);
+      wait_for(ring.full_k + 8 * next.stage, next.parity);
+      if (TURNS) take_turn(group);
+      fence();
+      give_scores(s, q, ring.k + next.stage * K_BYTES);
+      give_sums(first_part, w, ring.v + at.stage * V_STEP);
+      if (TURNS) give_turn(1 - group);
+      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
+      finish<1>(s);
+      if (tile >= work.free) hide(s, p, rows, tile * KEYS);
+      look(tile, next);
+      take(tile, next);
+      finish<0>(first_part);
+      add<0>(y, first_part, shrink);
+#if PARTS == 2
+      float second_part[SUMS - FIRST];
+      fence();
+      give_sums(second_part, w, ring.v + at.stage * V_STEP + 2 * FIRST * KEYS);
+      weigh<0, WORDS / 2>(next_w, x);
+      finish<0>(second_part);
+      add<FIRST>(y, second_part, shrink);
+#else
+      weigh<0, WORDS / 2>(next_w, x);
+#endif
+      keep<0, WORDS>(w);
+      release(ring.empty_v + 8 * at.stage);
+      weigh<WORDS / 2, WORDS>(next_w, x);
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) w[i] = next_w[i];
       at = next;
     }
+#endif
+    if (lane == 0) arrive_at(ring.empty_q, rank);
+    add_last(y, rows, w);
   }
-  const i64 batch = work.row / p.heads, head = work.row % p.heads;
+
+  // Weights of the last tile by its values.
+  __device__ __forceinline__ void add_last(float (&y)[SUMS], const Rows& rows, u32 (&w)[WORDS]) {
+    float first_part[FIRST];
+    wait_for(ring.full_v + 8 * at.stage, at.parity);
+    fence();
+    give_sums(first_part, w, ring.v + at.stage * V_STEP);
+#if PARTS == 2
+    float second_part[SUMS - FIRST];
+    give_sums(second_part, w, ring.v + at.stage * V_STEP + 2 * FIRST * KEYS);
+    finish<1>(first_part);
+    add<0>(y, first_part, rows.shrink);
+    finish<0>(second_part);
+    add<FIRST>(y, second_part, rows.shrink);
+#else
+    finish<0>(first_part);
+    add<0>(y, first_part, rows.shrink);
+#endif
+    keep<0, WORDS>(w);
+    release(ring.empty_v + 8 * at.stage);
+    at.advance();
+  }
+
+  __device__ __forceinline__ void store(const float (&y)[SUMS], int unit_row, int pair, int first) {
+    const i64 batch = unit_row / p.heads, head = unit_row % p.heads;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float total = y[WIDTH / 2 + 2 * r], over = reciprocal(total == 0.0f ? 1.0f : total);
-    if (first + 8 * r < p.queries) {
-      const i64 row = ((batch * p.queries + first + 8 * r) * p.heads + head) * WIDTH;
+    for (int r = 0; r < 2; r++) {
+      const float total = y[WIDTH / 2 + 2 * r], over = reciprocal(total == 0.0f ? 1.0f : total);
+      if (first + 8 * r < p.queries) {
+        const i64 row = ((batch * p.queries + first + 8 * r) * p.heads + head) * WIDTH;
 #pragma unroll
-      for (int n = 0; n < WIDTH / 8; n++) {
-        const int channel = 8 * n + 2 * (lane % 4);
-        const float2 scale = *reinterpret_cast<const float2*>(p.v_scale + i64(pair) * WIDTH + channel);
-        store_pair(p.y, row + channel, y[4 * n + 2 * r] * over * scale.x, y[4 * n + 2 * r + 1] * over * scale.y);
+        for (int n = 0; n < WIDTH / 8; n++) {
+          const int channel = 8 * n + 2 * (lane % 4);
+          const float2 scale = *reinterpret_cast<const float2*>(p.v_scale + i64(pair) * WIDTH + channel);
+          store_pair(p.y, row + channel, y[4 * n + 2 * r] * over * scale.x, y[4 * n + 2 * r + 1] * over * scale.y);
+        }
       }
     }
   }
-}
+};
 
-extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attention(
+extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) void sm90_attention(
     const __grid_constant__ Maps maps, const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
   const Ring ring((shared_address(memory) + 1023) & ~1023u);
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), role = warp / 4;
+  u32 rank = 0;
+  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (thread == 0) {
     init_barrier(ring.full_q, 1);
+    init_barrier(ring.empty_q, GROUPS * 4);
     for (int s = 0; s < STAGES; s++) {
       init_barrier(ring.full_k + 8 * s, 1);
       init_barrier(ring.full_v + 8 * s, 1);
-      init_barrier(ring.empty_k + 8 * s, GROUPS * 4);
-      init_barrier(ring.empty_v + 8 * s, GROUPS * 4);
+      init_barrier(ring.empty_k + 8 * s, GROUPS * 4 * CLUSTER);
+      init_barrier(ring.empty_v + 8 * s, GROUPS * 4 * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -311,13 +580,17 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attenti
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_cluster();
-  const Work work(p);
   if (role == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring, work);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring, rank);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    attend(p, ring, work, role, thread % 128);
+    Group group(p, ring, role, rank);
+#pragma unroll 1
+    for (Units units(p); units.round * units.clusters < units.all; units.round++)
+      if (units.unit() < units.all) group.attend(Work(p, units.unit(), rank), thread % 128);
+    if (TURNS && role == 0) take_turn(0);  // the other's last one
   }
+  if constexpr (CLUSTER > 1) sync_cluster();  // nobody leaves while others hand back what it loaded
 }

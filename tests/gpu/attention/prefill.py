@@ -1,6 +1,6 @@
 """On a GPU: attention in 8 bits, against the reference and against torch's, with a sweep of tiles.
 
-    PYTHONPATH=. python tests/gpu/attention/prefill.py [--part bits sweep] [--sizes 1x8192 1x32768]
+    PYTHONPATH=. python tests/gpu/attention/prefill.py [--part bits sweep quantization variants] [--sizes 1x8192 1x32768]
         [--recipes int8 int8_block fp8] [--width 128] [--seconds 60] [--out FOLDER]
 
 bits: codes and scales of queries, keys and values equal to the reference's, attention within
@@ -37,6 +37,7 @@ from reference.attention.quantized import (
     quantize_operands,
     quantized_attention_error_bound,
 )
+from tests.gpu.attention.prefill_variants import quantization, variants
 from tests.gpu.harness.lines import differs, say, write_rows
 
 HEADS, KV_HEADS = 32, 8
@@ -167,6 +168,10 @@ def main() -> int:
         if "sweep" in asked.part:
             for size in sizes:
                 sweep(asked.recipes, size, asked.width, time.monotonic() + asked.seconds / len(sizes))
+        if "quantization" in asked.part:
+            quantization(sizes)
+        if "variants" in asked.part:
+            variants(sizes, asked.seconds)
     finally:
         write_rows("prefill_attention.csv", asked.out)
     return int(differs())

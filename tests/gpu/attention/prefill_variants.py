@@ -1,0 +1,255 @@
+"""On a GPU: forms of `sm90_attention` beside cuDNN's attention in bfloat16, and what it takes without one of its parts.
+
+`prefill.py --part variants [--sizes 1x8192 1x16384 1x32768] [--seconds 60]`: causal and not, 32 query heads over 8 key heads of
+128 channels, all calls of a size in turn from CUDA graphs. A line a form: microseconds of the matmuls alone (median, 20 and 80
+percent), TFLOP/s, over cuDNN's time alone and with quantization, whether the result is the first form's, bit for bit, and its
+cosine. Ablations change the source: results are wrong, times say what a part costs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ao_lab.measure.turns import CudaWatch, Plan, Span, Timing, interleaved, prepare, summary
+from experiments.kv_cache.decode_attention import Heads, Size
+from experiments.prefill_attention.speed import operations, states
+from fast.kernels.attention import sm90
+from fast.kernels.attention.quantize_heads import quantize_heads
+from fast.kernels.attention.sm90 import Problem, Variant
+from fast.launch import cuda
+from reference.attention.quantized import ATTENTION_RECIPES
+from tests.gpu.harness.lines import say
+
+HEADS = Heads(32, 8, 128)
+RECIPE = "int8_block"
+PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
+WHOLE = Variant(parts=1)
+AHEAD, EARLY = WHOLE._replace(early=1), WHOLE._replace(early=2)
+VARIANTS = {
+    "halves": Variant(parts=2),
+    "halves, an eighth by polynomials": Variant(parts=2, polynomials=1),
+    "whole": WHOLE,
+    "whole, no turns": WHOLE._replace(turns=False),
+    "whole, a quarter by polynomials": WHOLE._replace(polynomials=2),
+    "ahead": AHEAD,
+    "ahead, no turns": AHEAD._replace(turns=False),
+    "ahead, two share copies": AHEAD._replace(cluster=2),
+    "ahead, a quarter by polynomials": AHEAD._replace(polynomials=2),
+    "early": EARLY,
+    "early, no turns": EARLY._replace(turns=False),
+    "early, two share copies": EARLY._replace(cluster=2),
+    "early, one tile a program": EARLY._replace(persistent=False),
+    "early, three stages": EARLY._replace(stages=3),
+    "early, five stages": EARLY._replace(stages=5),
+    "early, an eighth by polynomials": EARLY._replace(polynomials=1),
+    "early, a quarter by polynomials": EARLY._replace(polynomials=2),
+    "early, no turns, a quarter by polynomials": EARLY._replace(turns=False, polynomials=2),
+    "early, two share, no turns, a quarter": EARLY._replace(cluster=2, turns=False, polynomials=2),
+}  # fmt: skip
+LOADS = (
+    ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
+    ("expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);", "expect_bytes(ring.full_v + 8 * at.stage, 0);"),
+    ("      copy_box(maps.k,", "      if (tile < 0) copy_box(maps.k,"),
+    ("      copy_box(maps.v,", "      if (tile < 0) copy_box(maps.v,"),
+)  # fmt: skip
+EXPONENTIALS = (('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = x;"),)
+VALUES = (
+    (
+        "  const u64 b = descriptor(v, KEYS);\n",
+        "  for (int i = 0; i < COUNT; i++) asm volatile(\"\" : \"=f\"(d[i]));\n  return commit();\n"
+        "  const u64 b = descriptor(v, KEYS);\n",
+    ),
+)  # fmt: skip
+LARGEST = (
+    (
+        "      float most[2];\n      if (!BY_TOKEN",
+        "      float most[2] = {1.0f, 1.0f};\n      if (true)\n        return raise(rows, most, of_tile);\n"
+        "      else if (!BY_TOKEN",
+    ),
+)  # fmt: skip
+SOFTMAX = (
+    (
+        "      float most[2];\n      if (!BY_TOKEN",
+        "      float most[2] = {1.0f, 1.0f};\n      if (true)\n        return raise(rows, most, of_tile);\n"
+        "      else if (!BY_TOKEN",
+    ),
+    (
+        "    float w[4];\n",
+        "    p[j] = __float_as_int(x[4 * j]) ^ __float_as_int(x[4 * j + 3]);\n    continue;\n    float w[4];\n",
+    ),
+    (
+        "      if (tile < work.free)\n        read<false>",
+        "      if (true)\n        for (int i = 0; i < SCORES; i++) x[i] = __int_as_float(s[i]);\n"
+        "      else if (tile < work.free)\n        read<false>",
+    ),
+)  # fmt: skip
+#: Changes of the source.
+ABLATIONS = {
+    "no copies": LOADS, "no exponentials": EXPONENTIALS, "no weights by values": VALUES, "no largest scores": LARGEST,
+    "no softmax": SOFTMAX,
+    "no softmax, no copies": LOADS + SOFTMAX,
+    "no exponentials, no weights by values": EXPONENTIALS + VALUES,
+}  # fmt: skip
+ROUNDS = Plan(rounds=15, warmup=1, span=1e-9)
+
+
+def changed(kernel: cuda.Kernel, changes: tuple[tuple[str, str], ...], folder: Path) -> cuda.Kernel:
+    """A kernel whose source, in another folder, has pieces replaced."""
+    text = (kernel.folder / f"{kernel.name}.cu").read_text()
+    for old, new in changes:
+        found = text.count(old)
+        if found != 1:
+            raise ValueError(
+                f"an ablation replaces a piece that stands once in {kernel.name}.cu, not {found} times: {old!r}"
+            )
+        text = text.replace(old, new)
+    (folder / f"{kernel.name}.cu").write_text(text)
+    return replace(kernel, folder=folder)
+
+
+@contextmanager
+def forms(names: list[str] | None = None) -> Iterator[dict[str, tuple[cuda.Kernel, Variant]]]:
+    """Kernels and variants by name, compiled by as many processes as there are processors."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: (sm90.KERNEL, variant) for name, variant in VARIANTS.items()}
+        for at, (name, changes) in enumerate(ABLATIONS.items()):
+            place = Path(folder) / str(at)
+            place.mkdir()
+            made[name] = changed(sm90.KERNEL, changes, place), EARLY
+        yield made if names is None else {name: made[name] for name in names}
+
+
+def compile_all(made: Mapping[str, tuple[cuda.Kernel, Variant]]) -> None:
+    """Cubins of all forms, causal and not."""
+    problems = [
+        Problem(ATTENTION_RECIPES[RECIPE].schemes[0].element, "bfloat16", False, causal)
+        for causal in (True, False)
+    ]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        jobs = [
+            pool.submit(_compile_in, str(kernel.folder), variant, problem)
+            for kernel, variant in made.values()
+            for problem in problems
+        ]
+        for job in jobs:
+            job.result()
+
+
+def _compile_in(folder: str, variant: Variant, problem: Problem) -> int:
+    return len(replace(sm90.KERNEL, folder=Path(folder)).cubin(variant, problem))
+
+
+def by_cudnn(q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
+    """torch's attention by cuDNN alone."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def measure(
+    size: Size, causal: bool, made: Mapping[str, tuple[cuda.Kernel, Variant]], seconds: float
+) -> None:
+    """Lines of a size."""
+    torch.manual_seed(0)
+    record, watch, plan = ATTENTION_RECIPES[RECIPE], CudaWatch(), replace(ROUNDS, seconds=seconds)
+    q, k, v = states(size, HEADS, "cuda")
+    heads = quantize_heads(q, k, v, record)
+    calls: dict[str, Any] = {
+        PEER: partial(by_cudnn, q, k, v, causal),
+        QUANTIZATION: partial(quantize_heads, q, k, v, record),
+    }
+    for name, (kernel, variant) in made.items():
+        calls[name] = partial(_attended, kernel, heads, q, record, causal, size.tokens, variant)
+    expected = calls[PEER]().float().flatten()
+    spans: dict[str, Span] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    first = None
+    for name, call in calls.items():
+        if name in made and name not in ABLATIONS:
+            y = call()
+            first = y if first is None else first
+            cosine = torch.nn.functional.cosine_similarity(expected, y.float().flatten(), 0).item()
+            notes[name] = {"same": torch.equal(first, y), "cosine": round(cosine, 6)}
+        spans[name] = prepare(watch, [call], plan)
+    times = {name: summary(one) for name, one in interleaved(watch, spans, plan).items()}
+    _lines(size, causal, times, notes)
+
+
+def _attended(
+    kernel: cuda.Kernel, heads: Any, q: Any, record: Any, causal: bool, keys: int, variant: Variant
+) -> Any:
+    with mock.patch.object(sm90, "KERNEL", kernel):
+        y = sm90.attended(heads, q, record, 128**-0.5, causal, None, keys, variant)
+    if y is None:
+        raise RuntimeError(f"{variant} does not compile or load")
+    return y
+
+
+def _lines(
+    size: Size, causal: bool, times: Mapping[str, Timing], notes: Mapping[str, Mapping[str, Any]]
+) -> None:
+    count = operations(size, HEADS) * (1 if causal else 2 * size.tokens / (size.tokens + 1))
+    peer, quantization = times[PEER].median, times[QUANTIZATION].median
+    for name, found in times.items():
+        us = found.median * 1e6
+        more = {"low": round(found.low * 1e6, 1), "high": round(found.high * 1e6, 1)}
+        if name != QUANTIZATION:
+            more |= {"TFLOPs": round(count / us / 1e6, 1), "alone": round(peer / found.median, 3)}
+            more |= {"whole": round(peer / (found.median + quantization), 3)}
+        say(
+            "variants",
+            f"{size.tokens} {'causal' if causal else 'all'} {name}",
+            us,
+            "us",
+            **more,
+            **notes.get(name, {}),
+        )
+
+
+def quantization(sizes: list[Size], calls: int = 10) -> None:
+    """What each kernel of `quantize_heads` takes, by torch's profiler."""
+    for size in sizes:
+        q, k, v = states(size, HEADS, "cuda")
+        call = partial(quantize_heads, q, k, v, ATTENTION_RECIPES[RECIPE])
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+        for one in profile.key_averages():
+            say(
+                "quantization",
+                f"{size.tokens} {one.key[:40]}",
+                one.device_time_total / calls,
+                "us",
+                count=one.count // calls,
+            )
+
+
+def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) -> None:
+    """All forms at all sizes in about so many seconds, besides compiling; ablations at the second size."""
+    with forms(names) as made:
+        compile_all(made)
+        for size in sizes:
+            tried = {
+                name: one
+                for name, one in made.items()
+                if name not in ABLATIONS or size == sizes[len(sizes) // 2]
+            }
+            for causal in (True, False):
+                measure(size, causal, tried, seconds / (2 * len(sizes)))
+
+
+__all__ = ["ABLATIONS", "VARIANTS", "changed", "quantization", "variants"]
