@@ -264,6 +264,39 @@ __device__ __forceinline__ void find_largest(float (&most)[2], const Score (&s)[
   }
 }
 
+__device__ __forceinline__ float value_of(int s) { return __int_as_float(s); }
+__device__ __forceinline__ float value_of(float s) { return s; }
+__device__ __forceinline__ void set(int& s, float v) { s = __float_as_int(v); }
+__device__ __forceinline__ void set(float& s, float v) { s = v; }
+
+// Scores become float32 in their registers, those of keys that are not seen the least one; and the largest of each row.
+template <bool MASKED>
+__device__ __forceinline__ void settle(
+    Score (&s)[SCORES], float (&most)[2], const Problem& p, const Rows& rows, u32 scales, int key) {
+  const int left[2] = {rows.left(p, 0, key), rows.left(p, 1, key)};
+  if (!MASKED && !BY_TOKEN)
+    for (int r = 0; r < 2; r++) most[r] = float(largest(s, r));
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) {
+    float2 each = {1.0f, 1.0f};
+    if (BY_TOKEN) each = pair_at(scales + 4 * (8 * n + 2 * (threadIdx.x % 4)));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float v = float(s[4 * n + i]);
+      if (BY_TOKEN) v *= i % 2 ? each.y : each.x;
+      set(s[4 * n + i], MASKED && 8 * n + i % 2 >= left[i / 2] ? -__int_as_float(0x7F800000) : v);
+    }
+  }
+  if (MASKED || BY_TOKEN)
+    for (int r = 0; r < 2; r++) {
+      float top = value_of(s[2 * r]);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+        top = fmaxf(top, fmaxf(value_of(s[4 * n + 2 * r]), value_of(s[4 * n + 2 * r + 1])));
+      most[r] = top;
+    }
+}
+
 // The largest score of each row so far, and what earlier sums shrink by.
 __device__ __forceinline__ void raise(Rows& rows, const float (&found)[2], float k_scale) {
 #pragma unroll
@@ -364,6 +397,80 @@ struct Group {
     fence();
     give_scores(s, q, ring.k + at.stage * K_BYTES);
     finish<0>(s);
+#if EARLY == 3
+    // Scores of a tile, in between other work.
+    auto settled = [&](int tile, const Place& place, auto between) {
+      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
+      float most[2];
+      if (tile < work.free) {
+        settle<false>(s, most, p, rows, scales, tile * KEYS);
+        raise(rows, most, of_tile);
+        between();
+      } else {
+        settle<true>(s, most, p, rows, scales, tile * KEYS);
+        raise(rows, most, of_tile);
+        between();
+      }
+      release(ring.empty_k + 8 * place.stage);
+    };
+    auto lowered = [&]() {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++) x[i] = __fmaf_rn(value_of(s[i]), rows.c[i / 2 % 2], rows.base[i / 2 % 2]);
+    };
+    settled(0, at, [] {});
+    lowered();
+    Place ahead = at;  // of the tile whose scores come next
+    ahead.advance();
+    if (work.tiles > 1) {
+      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
+      fence();
+      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+    }
+#pragma unroll 1
+    for (int tile = 1;; tile++) {
+      const bool more = tile < work.tiles;
+      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
+      float d[SUMS];
+      if (!BY_TOKEN && more) of_tile = k_scale[tile];
+      weigh<0, WORDS / 2>(w, x);
+      keep<0, WORDS / 2>(w);
+      wait_for(ring.full_v + 8 * at.stage, at.parity);
+      finish<0>(s);
+      keep<SCORES / 2, SCORES>(x);
+      auto others = [&] { weigh<WORDS / 2, WORDS>(w, x); };
+      if (more)
+        settled(tile, ahead, others);
+      else
+        others();
+      keep<0, WORDS>(w);
+      keep<0, SCORES>(s);
+      keep<0, 2>(rows.top);
+      keep<0, 2>(rows.shrink);
+      Place next = ahead;
+      next.advance();
+      if (tile + 1 < work.tiles) wait_for(ring.full_k + 8 * next.stage, next.parity);
+      if (TURNS) take_turn(group);
+      fence();
+      give_sums(d, w, ring.v + at.stage * V_STEP);
+      finish<0>(d);
+      keep<0, WORDS>(w);
+      release(ring.empty_v + 8 * at.stage);
+      at.advance();
+      add<0>(y, d, shrink);
+      if (!more) break;
+      lowered();
+      keep<0, SCORES>(x);
+      ahead = next;
+      if (tile + 1 < work.tiles) {
+        fence();
+        give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+      }
+      if (TURNS) give_turn(1 - group);
+    }
+    if (TURNS) give_turn(1 - group);
+    if (lane == 0) arrive_at(ring.empty_q, rank);
+    return;
+#else
     auto look = [&](int tile, const Place& place) {
       const u32 scales = ring.scale + place.stage * SCALE_BYTES;
       float most[2];
@@ -513,6 +620,7 @@ struct Group {
 #endif
     if (lane == 0) arrive_at(ring.empty_q, rank);
     add_last(y, rows, w);
+#endif
   }
 
   // Weights of the last tile by its values.
@@ -581,7 +689,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_cluster();
   if (role == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring, rank);
     __syncwarp();
   } else {

@@ -36,27 +36,21 @@ HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
 WHOLE = Variant(parts=1)
-AHEAD, EARLY = WHOLE._replace(early=1), WHOLE._replace(early=2)
+EARLY, WOVEN = (WHOLE._replace(early=at) for at in (2, 3))
 VARIANTS = {
-    "halves": Variant(parts=2),
-    "halves, an eighth by polynomials": Variant(parts=2, polynomials=1),
-    "whole": WHOLE,
-    "whole, no turns": WHOLE._replace(turns=False),
-    "whole, a quarter by polynomials": WHOLE._replace(polynomials=2),
-    "ahead": AHEAD,
-    "ahead, no turns": AHEAD._replace(turns=False),
-    "ahead, two share copies": AHEAD._replace(cluster=2),
-    "ahead, a quarter by polynomials": AHEAD._replace(polynomials=2),
+    "woven": WOVEN,
+    "woven, no turns": WOVEN._replace(turns=False),
+    "woven, two share copies": WOVEN._replace(cluster=2),
+    "woven, one tile a program": WOVEN._replace(persistent=False),
+    "woven, three stages": WOVEN._replace(stages=3),
+    "woven, an eighth by polynomials": WOVEN._replace(polynomials=1),
+    "woven, a quarter by polynomials": WOVEN._replace(polynomials=2),
+    "woven, no turns, an eighth by polynomials": WOVEN._replace(turns=False, polynomials=1),
+    "woven, two share, an eighth": WOVEN._replace(cluster=2, polynomials=1),
+    "woven, two share, no turns, an eighth": WOVEN._replace(cluster=2, turns=False, polynomials=1),
     "early": EARLY,
-    "early, no turns": EARLY._replace(turns=False),
-    "early, two share copies": EARLY._replace(cluster=2),
-    "early, one tile a program": EARLY._replace(persistent=False),
-    "early, three stages": EARLY._replace(stages=3),
-    "early, five stages": EARLY._replace(stages=5),
-    "early, an eighth by polynomials": EARLY._replace(polynomials=1),
-    "early, a quarter by polynomials": EARLY._replace(polynomials=2),
-    "early, no turns, a quarter by polynomials": EARLY._replace(turns=False, polynomials=2),
-    "early, two share, no turns, a quarter": EARLY._replace(cluster=2, turns=False, polynomials=2),
+    "whole": WHOLE,
+    "halves": Variant(parts=2),
 }  # fmt: skip
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
@@ -72,34 +66,10 @@ VALUES = (
         "  const u64 b = descriptor(v, KEYS);\n",
     ),
 )  # fmt: skip
-LARGEST = (
-    (
-        "      float most[2];\n      if (!BY_TOKEN",
-        "      float most[2] = {1.0f, 1.0f};\n      if (true)\n        return raise(rows, most, of_tile);\n"
-        "      else if (!BY_TOKEN",
-    ),
-)  # fmt: skip
-SOFTMAX = (
-    (
-        "      float most[2];\n      if (!BY_TOKEN",
-        "      float most[2] = {1.0f, 1.0f};\n      if (true)\n        return raise(rows, most, of_tile);\n"
-        "      else if (!BY_TOKEN",
-    ),
-    (
-        "    float w[4];\n",
-        "    p[j] = __float_as_int(x[4 * j]) ^ __float_as_int(x[4 * j + 3]);\n    continue;\n    float w[4];\n",
-    ),
-    (
-        "      if (tile < work.free)\n        read<false>",
-        "      if (true)\n        for (int i = 0; i < SCORES; i++) x[i] = __int_as_float(s[i]);\n"
-        "      else if (tile < work.free)\n        read<false>",
-    ),
-)  # fmt: skip
+LARGEST = (("most[r] = float(largest(s, r));", "most[r] = 1.0f;"),)
 #: Changes of the source.
 ABLATIONS = {
     "no copies": LOADS, "no exponentials": EXPONENTIALS, "no weights by values": VALUES, "no largest scores": LARGEST,
-    "no softmax": SOFTMAX,
-    "no softmax, no copies": LOADS + SOFTMAX,
     "no exponentials, no weights by values": EXPONENTIALS + VALUES,
 }  # fmt: skip
 ROUNDS = Plan(rounds=15, warmup=1, span=1e-9)
@@ -127,25 +97,23 @@ def forms(names: list[str] | None = None) -> Iterator[dict[str, tuple[cuda.Kerne
         for at, (name, changes) in enumerate(ABLATIONS.items()):
             place = Path(folder) / str(at)
             place.mkdir()
-            made[name] = changed(sm90.KERNEL, changes, place), EARLY
+            made[name] = changed(sm90.KERNEL, changes, place), WOVEN
         yield made if names is None else {name: made[name] for name in names}
 
 
 def compile_all(made: Mapping[str, tuple[cuda.Kernel, Variant]]) -> None:
-    """Cubins of all forms, causal and not."""
-    problems = [
-        Problem(ATTENTION_RECIPES[RECIPE].schemes[0].element, "bfloat16", False, causal)
-        for causal in (True, False)
-    ]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=context) as pool:
+    """Cubins of all forms, causal and not; of ablations causal ones."""
+    element = ATTENTION_RECIPES[RECIPE].schemes[0].element
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [
-            pool.submit(_compile_in, str(kernel.folder), variant, problem)
-            for kernel, variant in made.values()
-            for problem in problems
+            pool.submit(_compile_in, str(kernel.folder), variant, Problem(element, "bfloat16", False, causal))
+            for causal in (True, False)
+            for name, (kernel, variant) in made.items()
+            if causal or name not in ABLATIONS
         ]
         for job in jobs:
             job.result()
+    print(f"{len(jobs)} cubins", flush=True)
 
 
 def _compile_in(folder: str, variant: Variant, problem: Problem) -> int:
@@ -177,6 +145,7 @@ def measure(
     notes: dict[str, dict[str, Any]] = {}
     first = None
     for name, call in calls.items():
+        print(f"... {size.tokens} {name}", flush=True)
         if name in made and name not in ABLATIONS:
             y = call()
             first = y if first is None else first
@@ -242,13 +211,10 @@ def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) 
     """All forms at all sizes in about so many seconds, besides compiling; ablations at the second size."""
     with forms(names) as made:
         compile_all(made)
-        for size in sizes:
-            tried = {
-                name: one
-                for name, one in made.items()
-                if name not in ABLATIONS or size == sizes[len(sizes) // 2]
-            }
-            for causal in (True, False):
+        for causal in (True, False):
+            for size in sizes:
+                ablated = causal and size == sizes[len(sizes) // 2]
+                tried = {name: one for name, one in made.items() if ablated or name not in ABLATIONS}
                 measure(size, causal, tried, seconds / (2 * len(sizes)))
 
 
