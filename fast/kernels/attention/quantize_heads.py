@@ -42,9 +42,9 @@ from reference.schemes.schemes import Scheme
 #: Tokens to whose multiples lengths are filled up: tiles of `prefill`.
 TOKENS = 128
 #: Tokens whose sums a program of `statistics_kernel` makes, in steps.
-PART, STEP = tl.constexpr(256), 64
-#: Parts that are added at a time.
-PARTS = tl.constexpr(32)
+PART, STEP = tl.constexpr(128), 64
+#: Parts that are added at a time, and tokens that are counted at a time.
+PARTS, COUNTED = tl.constexpr(128), tl.constexpr(1024)
 #: Signs of 16 channels as bits, 1 for minus.
 NEGATIVE = tl.constexpr(sum(1 << at for at, sign in enumerate(SIGNS_16) if sign < 0))
 #: The largest finite float32.
@@ -145,8 +145,8 @@ def mean_kernel(
         )
     if seen is not None:
         count = tl.zeros((), tl.int32)
-        for start in tl.range(0, tokens, PART):
-            token = start + tl.arange(0, PART)
+        for start in tl.range(0, tokens, COUNTED):
+            token = start + tl.arange(0, COUNTED)
             one = tl.load(seen + pair // HEADS * tokens + token, mask=token < tokens, other=0) != 0
             count += tl.sum(one.to(tl.int32), 0)
         # Of sums divided by all tokens.
@@ -324,7 +324,7 @@ def _statistics(
     if not center:
         return None, largest
     mean = torch.empty((batch, heads, 1, width), dtype=torch.float32, device=k.device)
-    mean_kernel[(pairs,)](sums, seen, mean, tokens, parts, heads, width, k_d, **options)
+    mean_kernel[(pairs,)](sums, seen, mean, tokens, parts, heads, width, k_d, **options | {"num_warps": 8})
     return mean, largest
 
 

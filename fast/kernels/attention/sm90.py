@@ -1,7 +1,7 @@
 """Attention in 8 bits in CUDA C++: what is taken, what is compiled for it, and what is launched.
 
-Operands are those of `fast.kernels.attention.prefill`, which multiplies where this does not take them. Of the 240 registers of
-a thread that multiplies 68 are sums, 68 those of a tile, 64 scores of the next tile.
+Operands are those of `fast.kernels.attention.prefill`, which multiplies where this does not take them. How its warp groups
+share the tensor core and the special unit: `sm90_attention.cu`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,15 @@ TOGETHER = 24 << 20
 
 
 class Variant(NamedTuple):
-    """stages: of the ring. parts: that a product of weights and values has. turns: whether warp groups give products to the
-    tensor core in turn. polynomials: of eight exponentials, those that are not the special unit's. cluster: programs that share
-    copies of keys and values. persistent: whether a program has several tiles of queries. early: whether scores of the next
-    tile are multiplied while weights of this one are made."""
+    """stages: of the ring. turns: whether warp groups give products to the tensor core in turn. polynomials: of eight
+    exponentials, those that are not the special unit's. cluster: programs that share copies of keys and values. persistent:
+    whether a program has several tiles of queries."""
 
     stages: int = 4
-    parts: int = 2
     turns: bool = True
     polynomials: int = 0
     cluster: int = 1
     persistent: bool = True
-    early: int = 0
 
     @property
     def threads(self) -> int:
@@ -67,8 +64,7 @@ class Problem(NamedTuple):
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
-        "STAGES": variant.stages, "PARTS": variant.parts, "TURNS": int(variant.turns), "EARLY": variant.early,
-        "CLUSTER": variant.cluster,
+        "STAGES": variant.stages, "TURNS": int(variant.turns), "CLUSTER": variant.cluster,
         "POLYNOMIALS": 0 if problem.by_token or problem.element != "int8" else variant.polynomials,
         "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token), "CAUSAL": int(problem.causal),
     }  # fmt: skip
@@ -81,12 +77,9 @@ def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
     scores = _products(
         "Score", KEYS, f"{kind}.{kind}", "u64 a, u64 b", "{0}, {1}, MORE" + signs, '"l"(a), "l"(b)', integer
     )
-    sums = "".join(
-        _products(
-            "float", columns, "e4m3.e4m3", "u32 a, u32 b, u32 c, u32 e, u64 values",
-            "{{{0}, {1}, {2}, {3}}}, {4}, MORE, 1, 1", '"r"(a), "r"(b), "r"(c), "r"(e), "l"(values)', False,
-        )
-        for columns in ((WIDTH + ONES,) if variant.parts == 1 else (WIDTH // 2, WIDTH // 2 + ONES))
+    sums = _products(
+        "float", WIDTH + ONES, "e4m3.e4m3", "u32 a, u32 b, u32 c, u32 e, u64 values",
+        "{{{0}, {1}, {2}, {3}}}, {4}, MORE, 1, 1", '"r"(a), "r"(b), "r"(c), "r"(e), "l"(values)', False,
     )  # fmt: skip
     text = f"""
 typedef {"int" if integer else "float"} Score;

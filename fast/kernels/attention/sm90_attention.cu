@@ -5,9 +5,11 @@
 // warpgroup loads tiles of 128 keys and of the transposed values by the tensor copy engine into a ring of STAGES. The programs of
 // a cluster have heads of the same keys: each loads a part of a tile for all.
 //
-// A warpgroup gives scores of the next tile to the tensor core, and behind them weights by values of this one, whose product it
-// adds to its sums while it makes weights of the next scores. Registers of a thread hold 68 sums, 64 scores, 16 words of weights,
-// and half of a product (PARTS = 2: channels 0 to 63, then the others), or all of it.
+// A warpgroup makes weights of a tile while the tensor core multiplies scores of the next one; in the middle of it these have
+// come, and are looked at between exponentials, which take the special unit longer than all else takes the others. Then it
+// multiplies weights and values, adds the product to its sums, and gives the scores after next: this it does in turn with the
+// other warpgroup, which makes weights meanwhile. Registers of a thread: 66 sums, 64 scores, 16 words of weights, 68 of a product
+// or 64 exponents.
 //
 // Weights never leave their thread: the tokens of values lie in the order in which threads have weights. Behind the 128 rows of a
 // tile of values (channels) there are eight of ones, so that column 128 of the product is the sum of the weights as they are
@@ -34,13 +36,12 @@ struct Problem {
 };
 
 constexpr int GROUPS = 2, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
-constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2, FIRST = PARTS == 2 ? WIDTH / 4 : SUMS;  // sums of the first part
-constexpr int WORDS = KEYS / 8;
+constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2, WORDS = KEYS / 8;
 constexpr int Q_BYTES = 64 * WIDTH, K_BYTES = KEYS * WIDTH, V_BYTES = WIDTH * KEYS, V_STEP = V_BYTES + ONES * KEYS;
 constexpr int SCALE_BYTES = BY_TOKEN ? KEYS * 4 : 0;
 constexpr float PEAK = 8.0f;
 
-#include "products.h"  // start, multiply and finish: of Score (&)[SCORES], and of float (&)[] of a part
+#include "products.h"  // start, multiply and finish: of Score (&)[SCORES], and of float (&)[SUMS]
 #include "copies.cuh"
 
 struct Ring {
@@ -172,9 +173,8 @@ __device__ __forceinline__ void give_scores(Score (&s)[SCORES], u32 q, u32 k) {
   commit();
 }
 
-// Weights by some channels of a tile of values, and by ones.
-template <int COUNT>
-__device__ __forceinline__ void give_sums(float (&d)[COUNT], const u32 (&p)[WORDS], u32 v) {
+// Weights by values of a tile, and by ones.
+__device__ __forceinline__ void give_sums(float (&d)[SUMS], const u32 (&p)[WORDS], u32 v) {
   const u64 b = descriptor(v, KEYS);
   start(d, p[0], p[1], p[2], p[3], b);
 #pragma unroll
@@ -182,14 +182,12 @@ __device__ __forceinline__ void give_sums(float (&d)[COUNT], const u32 (&p)[WORD
   commit();
 }
 
-// The product of a part, which has ended.
-template <int FROM, int COUNT>
-__device__ __forceinline__ void add(float (&y)[SUMS], const float (&d)[COUNT], const float (&shrink)[2]) {
+__device__ __forceinline__ void add(float (&y)[SUMS], const float (&d)[SUMS], const float (&shrink)[2]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) y[FROM + i] = __fmaf_rn(y[FROM + i], shrink[i / 2 % 2], d[i]);
+  for (int i = 0; i < SUMS; i++) y[i] = __fmaf_rn(y[i], shrink[i / 2 % 2], d[i]);
 }
 
-// Registers keep what they hold until here, and what is made of it later begins here.
+// Registers keep what they hold until here, and what is made of it later is made after this.
 template <int FROM, int TO, int COUNT>
 __device__ __forceinline__ void keep(u32 (&p)[COUNT]) {
 #pragma unroll
@@ -217,51 +215,12 @@ struct Rows {
   }
 };
 
-__device__ __forceinline__ int least(int) { return -2147483647 - 1; }
-__device__ __forceinline__ float least(float) { return -__int_as_float(0x7F800000); }
-
-// Scores of keys that are not seen become the least one.
-__device__ __forceinline__ void hide(Score (&s)[SCORES], const Problem& p, const Rows& rows, int key) {
-  const int left[2] = {rows.left(p, 0, key), rows.left(p, 1, key)};
-#pragma unroll
-  for (int i = 0; i < SCORES; i++)
-    if (8 * (i / 4) + i % 2 >= left[i / 2 % 2]) s[i] = least(s[i]);
-}
-
-// Scores in float32. HIDDEN: some may be the least one.
-template <bool HIDDEN>
-__device__ __forceinline__ void read(float (&x)[SCORES], const Score (&s)[SCORES], u32 scales) {
-#pragma unroll
-  for (int n = 0; n < KEYS / 8; n++) {
-    float2 each = {1.0f, 1.0f};
-    if (BY_TOKEN) each = pair_at(scales + 4 * (8 * n + 2 * (threadIdx.x % 4)));
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float v = float(s[4 * n + i]);
-      if (BY_TOKEN) v *= i % 2 ? each.y : each.x;
-      x[4 * n + i] = HIDDEN && s[4 * n + i] == least(s[0]) ? -__int_as_float(0x7F800000) : v;
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ T largest(const T (&x)[SCORES], int row) {
   T most = x[2 * row];
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) most = max(most, max(x[4 * n + 2 * row], x[4 * n + 2 * row + 1]));
   return most;
-}
-
-// The largest score of each row.
-template <bool HIDDEN>
-__device__ __forceinline__ void find_largest(float (&most)[2], const Score (&s)[SCORES], u32 scales) {
-  float x[SCORES];
-  if (BY_TOKEN) read<HIDDEN>(x, s, scales);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const Score whole = largest(s, r);
-    most[r] = BY_TOKEN ? largest(x, r) : whole == least(whole) ? -__int_as_float(0x7F800000) : float(whole);
-  }
 }
 
 __device__ __forceinline__ float value_of(int s) { return __int_as_float(s); }
@@ -313,10 +272,10 @@ __device__ __forceinline__ void raise(Rows& rows, const float (&found)[2], float
   }
 }
 
-// Exponents of weights, in place of scores.
-__device__ __forceinline__ void lower(float (&x)[SCORES], const Rows& rows) {
+// Exponents of weights.
+__device__ __forceinline__ void lower(float (&x)[SCORES], const Score (&s)[SCORES], const Rows& rows) {
 #pragma unroll
-  for (int i = 0; i < SCORES; i++) x[i] = __fmaf_rn(x[i], rows.c[i / 2 % 2], rows.base[i / 2 % 2]);
+  for (int i = 0; i < SCORES; i++) x[i] = __fmaf_rn(value_of(s[i]), rows.c[i / 2 % 2], rows.base[i / 2 % 2]);
 }
 
 // Words FROM to TO of the weights of a tile, in e4m3.
@@ -386,45 +345,50 @@ struct Group {
     store(y, work.row, pair, first);
   }
 
+  // Scores of a tile in float32, and the rows' largest ones; meanwhile other work.
+  template <class Others>
+  __device__ __forceinline__ void settle_tile(
+      Score (&s)[SCORES], Rows& rows, const Work& work, int tile, const Place& place, float k_scale, const Others& others) {
+    const u32 scales = ring.scale + place.stage * SCALE_BYTES;
+    float most[2];
+    if (tile < work.free) {
+      settle<false>(s, most, p, rows, scales, tile * KEYS);
+      raise(rows, most, k_scale);
+      others();
+    } else {
+      settle<true>(s, most, p, rows, scales, tile * KEYS);
+      raise(rows, most, k_scale);
+      others();
+    }
+    release(ring.empty_k + 8 * place.stage);
+  }
+
+  __device__ __forceinline__ void wait_for_keys(const Place& place) { wait_for(ring.full_k + 8 * place.stage, place.parity); }
+
+  __device__ __forceinline__ void give_tile(Score (&s)[SCORES], const Place& place) {
+    fence();
+    give_scores(s, q, ring.k + place.stage * K_BYTES);
+  }
+
+  // All tiles. Waits for keys and values stand where they part what is in front from what is behind: the compiler moves nothing
+  // across their loops, and would else make all exponentials in front of the wait for scores, or largest ones behind products.
   __device__ __forceinline__ void add_tiles(float (&y)[SUMS], Rows& rows, const Work& work, const float* k_scale) {
     Score s[SCORES];
     float x[SCORES];
     u32 w[WORDS];
+    Place ahead = at;  // of the tile whose scores come next
     float of_tile = BY_TOKEN ? 1.0f : k_scale[0];
     wait_for(ring.full_q, parity);
     parity ^= 1;
-    wait_for(ring.full_k + 8 * at.stage, at.parity);
-    fence();
-    give_scores(s, q, ring.k + at.stage * K_BYTES);
+    wait_for_keys(ahead);
+    give_tile(s, ahead);
     finish<0>(s);
-#if EARLY == 3
-    // Scores of a tile, in between other work.
-    auto settled = [&](int tile, const Place& place, auto between) {
-      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
-      float most[2];
-      if (tile < work.free) {
-        settle<false>(s, most, p, rows, scales, tile * KEYS);
-        raise(rows, most, of_tile);
-        between();
-      } else {
-        settle<true>(s, most, p, rows, scales, tile * KEYS);
-        raise(rows, most, of_tile);
-        between();
-      }
-      release(ring.empty_k + 8 * place.stage);
-    };
-    auto lowered = [&]() {
-#pragma unroll
-      for (int i = 0; i < SCORES; i++) x[i] = __fmaf_rn(value_of(s[i]), rows.c[i / 2 % 2], rows.base[i / 2 % 2]);
-    };
-    settled(0, at, [] {});
-    lowered();
-    Place ahead = at;  // of the tile whose scores come next
+    settle_tile(s, rows, work, 0, ahead, of_tile, [] {});
+    lower(x, s, rows);
     ahead.advance();
     if (work.tiles > 1) {
-      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
-      fence();
-      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
+      wait_for_keys(ahead);
+      give_tile(s, ahead);
     }
 #pragma unroll 1
     for (int tile = 1;; tile++) {
@@ -439,7 +403,7 @@ struct Group {
       keep<SCORES / 2, SCORES>(x);
       auto others = [&] { weigh<WORDS / 2, WORDS>(w, x); };
       if (more)
-        settled(tile, ahead, others);
+        settle_tile(s, rows, work, tile, ahead, of_tile, others);
       else
         others();
       keep<0, WORDS>(w);
@@ -448,7 +412,7 @@ struct Group {
       keep<0, 2>(rows.shrink);
       Place next = ahead;
       next.advance();
-      if (tile + 1 < work.tiles) wait_for(ring.full_k + 8 * next.stage, next.parity);
+      if (tile + 1 < work.tiles) wait_for_keys(next);
       if (TURNS) take_turn(group);
       fence();
       give_sums(d, w, ring.v + at.stage * V_STEP);
@@ -456,193 +420,16 @@ struct Group {
       keep<0, WORDS>(w);
       release(ring.empty_v + 8 * at.stage);
       at.advance();
-      add<0>(y, d, shrink);
+      add(y, d, shrink);
       if (!more) break;
-      lowered();
+      lower(x, s, rows);
       keep<0, SCORES>(x);
       ahead = next;
-      if (tile + 1 < work.tiles) {
-        fence();
-        give_scores(s, q, ring.k + ahead.stage * K_BYTES);
-      }
+      if (tile + 1 < work.tiles) give_tile(s, ahead);
       if (TURNS) give_turn(1 - group);
     }
     if (TURNS) give_turn(1 - group);
     if (lane == 0) arrive_at(ring.empty_q, rank);
-    return;
-#else
-    auto look = [&](int tile, const Place& place) {
-      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
-      float most[2];
-      if (!BY_TOKEN || tile < work.free)
-        find_largest<false>(most, s, scales);
-      else
-        find_largest<true>(most, s, scales);
-      raise(rows, most, of_tile);
-    };
-    auto take = [&](int tile, const Place& place) {
-      const u32 scales = ring.scale + place.stage * SCALE_BYTES;
-      if (tile < work.free)
-        read<false>(x, s, scales);
-      else
-        read<true>(x, s, scales);
-      release(ring.empty_k + 8 * place.stage);
-      lower(x, rows);
-    };
-    if (work.free == 0) hide(s, p, rows, 0);
-    look(0, at);
-    take(0, at);
-#if EARLY == 2
-    Place ahead = at;  // of the tile whose scores come next
-    ahead.advance();
-    if (work.tiles > 1) {
-      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
-      fence();
-      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
-    }
-#pragma unroll 1
-    for (int tile = 1;; tile++) {
-      const bool more = tile < work.tiles;
-      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
-      float d[SUMS];
-      if (!BY_TOKEN && more) of_tile = k_scale[tile];
-      weigh<0, WORDS / 2>(w, x);
-      keep<0, WORDS / 2>(w);
-      wait_for(ring.full_v + 8 * at.stage, at.parity);
-      finish<0>(s);
-      keep<SCORES / 2, SCORES>(x);
-      if (more && tile >= work.free) hide(s, p, rows, tile * KEYS);
-      look(tile, ahead);
-      weigh<WORDS / 2, WORDS>(w, x);
-      keep<0, WORDS>(w);
-      keep<0, 2>(rows.top);
-      keep<0, 2>(rows.shrink);
-      Place next = ahead;
-      next.advance();
-      if (tile + 1 < work.tiles) wait_for(ring.full_k + 8 * next.stage, next.parity);
-      if (TURNS) take_turn(group);
-      fence();
-      give_sums(d, w, ring.v + at.stage * V_STEP);
-      finish<0>(d);
-      keep<0, WORDS>(w);
-      release(ring.empty_v + 8 * at.stage);
-      at.advance();
-      add<0>(y, d, shrink);
-      if (!more) break;
-      keep<0, SCORES>(s);
-      take(tile, ahead);
-      ahead = next;
-      if (tile + 1 < work.tiles) {
-        fence();
-        give_scores(s, q, ring.k + ahead.stage * K_BYTES);
-      }
-      if (TURNS) give_turn(1 - group);
-    }
-    if (TURNS) give_turn(1 - group);
-    if (lane == 0) arrive_at(ring.empty_q, rank);
-    return;
-#elif EARLY
-    Place ahead = at;  // of the tile whose scores come next
-    ahead.advance();
-    auto give_ahead = [&]() {
-      wait_for(ring.full_k + 8 * ahead.stage, ahead.parity);
-      fence();
-      give_scores(s, q, ring.k + ahead.stage * K_BYTES);
-    };
-    // Values of the tile before this one, whose scores are with the tensor core, then scores of the next one.
-    auto step = [&](int tile) {
-      float d[SUMS];
-      if (!BY_TOKEN) of_tile = k_scale[tile];
-      wait_for(ring.full_v + 8 * at.stage, at.parity);
-      finish<0>(s);
-      if (tile >= work.free) hide(s, p, rows, tile * KEYS);
-      if (TURNS) take_turn(group);
-      fence();
-      give_sums(d, w, ring.v + at.stage * V_STEP);
-      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
-      look(tile, ahead);
-      finish<0>(d);
-      keep<0, WORDS>(w);
-      release(ring.empty_v + 8 * at.stage);
-      at.advance();
-      add<0>(y, d, shrink);
-      keep<0, SCORES>(s);
-      take(tile, ahead);
-      ahead.advance();
-      if (tile + 1 < work.tiles) give_ahead();
-      if (TURNS) give_turn(1 - group);
-      weigh<0, WORDS>(w, x);
-    };
-    if (work.tiles > 1) give_ahead();
-    weigh<0, WORDS>(w, x);
-#pragma unroll 1
-    for (int tile = 1; tile < work.tiles; tile++) step(tile);
-#else
-    weigh<0, WORDS>(w, x);
-#pragma unroll 1
-    for (int tile = 1; tile < work.tiles; tile++) {
-      Place next = at;
-      next.advance();
-      float first_part[FIRST];
-      u32 next_w[WORDS];
-      if (!BY_TOKEN) of_tile = k_scale[tile];
-      wait_for(ring.full_v + 8 * at.stage, at.parity);
-      wait_for(ring.full_k + 8 * next.stage, next.parity);
-      if (TURNS) take_turn(group);
-      fence();
-      give_scores(s, q, ring.k + next.stage * K_BYTES);
-      give_sums(first_part, w, ring.v + at.stage * V_STEP);
-      if (TURNS) give_turn(1 - group);
-      const float shrink[2] = {rows.shrink[0], rows.shrink[1]};
-      finish<1>(s);
-      if (tile >= work.free) hide(s, p, rows, tile * KEYS);
-      look(tile, next);
-      take(tile, next);
-      finish<0>(first_part);
-      add<0>(y, first_part, shrink);
-#if PARTS == 2
-      float second_part[SUMS - FIRST];
-      fence();
-      give_sums(second_part, w, ring.v + at.stage * V_STEP + 2 * FIRST * KEYS);
-      weigh<0, WORDS / 2>(next_w, x);
-      finish<0>(second_part);
-      add<FIRST>(y, second_part, shrink);
-#else
-      weigh<0, WORDS / 2>(next_w, x);
-#endif
-      keep<0, WORDS>(w);
-      release(ring.empty_v + 8 * at.stage);
-      weigh<WORDS / 2, WORDS>(next_w, x);
-#pragma unroll
-      for (int i = 0; i < WORDS; i++) w[i] = next_w[i];
-      at = next;
-    }
-#endif
-    if (lane == 0) arrive_at(ring.empty_q, rank);
-    add_last(y, rows, w);
-#endif
-  }
-
-  // Weights of the last tile by its values.
-  __device__ __forceinline__ void add_last(float (&y)[SUMS], const Rows& rows, u32 (&w)[WORDS]) {
-    float first_part[FIRST];
-    wait_for(ring.full_v + 8 * at.stage, at.parity);
-    fence();
-    give_sums(first_part, w, ring.v + at.stage * V_STEP);
-#if PARTS == 2
-    float second_part[SUMS - FIRST];
-    give_sums(second_part, w, ring.v + at.stage * V_STEP + 2 * FIRST * KEYS);
-    finish<1>(first_part);
-    add<0>(y, first_part, rows.shrink);
-    finish<0>(second_part);
-    add<FIRST>(y, second_part, rows.shrink);
-#else
-    finish<0>(first_part);
-    add<0>(y, first_part, rows.shrink);
-#endif
-    keep<0, WORDS>(w);
-    release(ring.empty_v + 8 * at.stage);
-    at.advance();
   }
 
   __device__ __forceinline__ void store(const float (&y)[SUMS], int unit_row, int pair, int first) {

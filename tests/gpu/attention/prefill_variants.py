@@ -35,23 +35,18 @@ from tests.gpu.harness.lines import say
 HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
-WHOLE = Variant(parts=1)
-EARLY, WOVEN = (WHOLE._replace(early=at) for at in (2, 3))
 VARIANTS = {
-    "woven": WOVEN,
-    "woven, no turns": WOVEN._replace(turns=False),
-    "woven, two share copies": WOVEN._replace(cluster=2),
-    "woven, one tile a program": WOVEN._replace(persistent=False),
-    "woven, three stages": WOVEN._replace(stages=3),
-    "woven, an eighth by polynomials": WOVEN._replace(polynomials=1),
-    "woven, a quarter by polynomials": WOVEN._replace(polynomials=2),
-    "woven, no turns, an eighth by polynomials": WOVEN._replace(turns=False, polynomials=1),
-    "woven, two share, an eighth": WOVEN._replace(cluster=2, polynomials=1),
-    "woven, two share, no turns, an eighth": WOVEN._replace(cluster=2, turns=False, polynomials=1),
-    "early": EARLY,
-    "whole": WHOLE,
-    "halves": Variant(parts=2),
-}  # fmt: skip
+    "as served": Variant(),
+    "no turns": Variant(turns=False),
+    "two share copies": Variant(cluster=2),
+    "one tile a program": Variant(persistent=False),
+    "three stages": Variant(stages=3),
+    "five stages": Variant(stages=5),
+    "an eighth by polynomials": Variant(polynomials=1),
+    "a quarter by polynomials": Variant(polynomials=2),
+    "no turns, an eighth by polynomials": Variant(turns=False, polynomials=1),
+    "two share copies, an eighth by polynomials": Variant(cluster=2, polynomials=1),
+}
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
     ("expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);", "expect_bytes(ring.full_v + 8 * at.stage, 0);"),
@@ -62,7 +57,7 @@ EXPONENTIALS = (('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = x
 VALUES = (
     (
         "  const u64 b = descriptor(v, KEYS);\n",
-        "  for (int i = 0; i < COUNT; i++) asm volatile(\"\" : \"=f\"(d[i]));\n  return commit();\n"
+        "  for (int i = 0; i < SUMS; i++) asm volatile(\"\" : \"=f\"(d[i]));\n  return commit();\n"
         "  const u64 b = descriptor(v, KEYS);\n",
     ),
 )  # fmt: skip
@@ -97,7 +92,7 @@ def forms(names: list[str] | None = None) -> Iterator[dict[str, tuple[cuda.Kerne
         for at, (name, changes) in enumerate(ABLATIONS.items()):
             place = Path(folder) / str(at)
             place.mkdir()
-            made[name] = changed(sm90.KERNEL, changes, place), WOVEN
+            made[name] = changed(sm90.KERNEL, changes, place), Variant()
         yield made if names is None else {name: made[name] for name in names}
 
 

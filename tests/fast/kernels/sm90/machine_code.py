@@ -34,6 +34,8 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 TARGET = re.compile(r"`\((\.L\w+)\)")
 REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
 
+#: Registers of a thread of a warp group from here on, which gives others back to its program or waits for them.
+POOL = re.compile(r"USETMAXREG\S*(?: \w+,)? (0x[0-9a-f]+)")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 #: Groups of products that are not waited for, the last one open: of each product, the registers of its sums and its metadata.
@@ -169,4 +171,23 @@ def complaints(log, threads):
     return spilled + crowded + [line for line in log.splitlines() if "(C75" in line or "warning" in line]
 
 
-__all__ = ["Code", "compiled", "complaints", "disassembled", "named", "read", "uses_in_flight"]
+def waits_for_registers(code, log, threads):
+    """Where a warp group would wait for ever: all but the last one ask for more registers than a program begins with."""
+    numbers = [int(found[1], 16) for line in code.lines if (found := POOL.search(line.text))]
+    if not numbers:
+        return []
+    given, taken, groups = min(numbers), max(numbers), threads // 128
+    wanted, there = given + (groups - 1) * taken, groups * int(REGISTERS.search(log)[1])
+    return [f"{groups - 1} x {taken} and {given} registers of {there}"] if wanted > there else []
+
+
+__all__ = [
+    "Code",
+    "compiled",
+    "complaints",
+    "disassembled",
+    "named",
+    "read",
+    "uses_in_flight",
+    "waits_for_registers",
+]

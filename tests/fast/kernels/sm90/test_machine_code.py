@@ -94,3 +94,13 @@ def test_registers_of_wide_instructions():
     assert machine_code.named("CS2R R24, SRZ") == {24, 25}
     assert machine_code.named("IMAD.U32 R4, RZ, RZ, UR5") == {4}
     assert machine_code.named("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ") == {4}
+
+
+@pytest.mark.parametrize(("given", "wrong"), [("0x18", []), ("0x20", ["2 x 240 and 32 registers of 504"])])
+def test_registers_that_never_come(given, wrong):
+    text = f"""
+        /*0000*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+        /*0010*/                   USETMAXREG.DEALLOC.CTAPOOL {given} ;
+        /*0020*/                   EXIT ;
+"""
+    assert machine_code.waits_for_registers(read(text), "Used 168 registers", 384) == wrong
