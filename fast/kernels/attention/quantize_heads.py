@@ -163,27 +163,30 @@ def _stages(length):
 def _mixed(v, factor, LENGTH: tl.constexpr):
     """Rows through Hadamard's transform of blocks of LENGTH channels: `reference.layers.hadamard`.
 
-    Eight neighbours are eight tensors, so that three stages are arithmetic in registers and each other one asks one lane.
+    Sixteen neighbours, which a thread loads, are sixteen tensors: four stages are arithmetic in registers, each other one asks
+    one lane.
     """
     T: tl.constexpr = v.shape[0]
-    WORDS: tl.constexpr = v.shape[1] // 8
+    WORDS: tl.constexpr = v.shape[1] // 16
     d = tl.arange(0, v.shape[1])
     negative = ((d * 0 + NEGATIVE) >> (d % 16)) & 1
     v = float_of(bits_of(v) ^ (negative << 31)[None, :])
-    one, other = _pair(tl.reshape(v, (T, WORDS, 2, 2, 2)), LENGTH > 1)
-    quarters = _pair(one, LENGTH > 2) + _pair(other, LENGTH > 2)
-    parts = ()
-    for i in tl.static_range(4):
-        parts += _pair(quarters[i], LENGTH > 4)
+    parts = (tl.reshape(v, (T, WORDS, 2, 2, 2, 2)),)
+    for s in tl.static_range(4):
+        halves = ()
+        for i in tl.static_range(2**s):
+            halves += _pair(parts[i], LENGTH > 2**s)
+        parts = halves
     w = tl.arange(0, WORDS)[None, :]
     stages: tl.constexpr = _stages(LENGTH)
-    for s in tl.static_range(3, stages):
-        parts = _across(parts, w, s - 3)
-    quarters = ()
-    for i in tl.static_range(4):
-        quarters += (tl.join(parts[2 * i], parts[2 * i + 1]),)
-    whole = tl.join(tl.join(quarters[0], quarters[1]), tl.join(quarters[2], quarters[3]))
-    return tl.reshape(whole, v.shape) * factor
+    for s in tl.static_range(4, stages):
+        parts = _across(parts, w, s - 4)
+    for s in tl.static_range(4):
+        halves = ()
+        for i in tl.static_range(8 // 2**s):
+            halves += (tl.join(parts[2 * i], parts[2 * i + 1]),)
+        parts = halves
+    return tl.reshape(parts[0], v.shape) * factor
 
 
 @triton.jit
@@ -202,7 +205,7 @@ def _across(parts, w, STAGE: tl.constexpr):
     partner = tl.broadcast_to(w ^ (1 << STAGE), parts[0].shape)
     sign = tl.broadcast_to(1.0 - 2.0 * ((w >> STAGE) & 1).to(tl.float32), parts[0].shape)
     mixed = ()
-    for i in tl.static_range(8):
+    for i in tl.static_range(16):
         mixed += (tl.fma(sign, parts[i], tl.gather(parts[i], partner, 1)),)
     return mixed
 
