@@ -175,7 +175,7 @@ def _mixed(v, factor, LENGTH: tl.constexpr):
     for s in tl.static_range(4):
         halves = ()
         for i in tl.static_range(2**s):
-            halves += _pair(parts[i], LENGTH > 2**s)
+            halves += _pair(parts[i], 2**s < LENGTH)
         parts = halves
     w = tl.arange(0, WORDS)[None, :]
     stages: tl.constexpr = _stages(LENGTH)
