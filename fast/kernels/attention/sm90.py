@@ -31,15 +31,14 @@ TOGETHER = 24 << 20
 
 
 class Variant(NamedTuple):
-    """stages: of the ring. turns: whether warp groups give products to the tensor core in turn. polynomials: of eight
-    exponentials, those that are not the special unit's. cluster: programs that share copies of keys and values. persistent:
-    whether a program has several tiles of queries."""
+    """stages: of the ring."""
 
     stages: int = 4
-    turns: bool = True
-    polynomials: int = 0
-    cluster: int = 1
-    persistent: bool = True
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return 1
 
     @property
     def threads(self) -> int:
@@ -64,9 +63,8 @@ class Problem(NamedTuple):
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
-        "STAGES": variant.stages, "TURNS": int(variant.turns), "CLUSTER": variant.cluster,
-        "POLYNOMIALS": 0 if problem.by_token or problem.element != "int8" else variant.polynomials,
-        "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token), "CAUSAL": int(problem.causal),
+        "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
+        "CAUSAL": int(problem.causal),
     }  # fmt: skip
 
 
@@ -150,28 +148,26 @@ def attended(
     problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal)
     if not cuda.is_loadable(KERNEL, variant, problem, heads.q.get_device(), variant.shared):
         return None
-    if count // heads.k.shape[1] % variant.cluster:
-        variant = variant._replace(cluster=1)
     groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
     rows = batch * count
     together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
     place = keys - queries if offset is None else offset
     numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
 
-    units = rows // variant.cluster * -(-queries // QUERIES)
-    device = heads.q.get_device()
-    if variant.persistent:
-        units = min(units, cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, device))
+    units = rows * -(-queries // QUERIES)
+    programs = min(
+        units, cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, heads.q.get_device())
+    )
 
     def describe(q: int, k: int, v: int) -> bytes:
         return (
             tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
-            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS // variant.cluster, WIDTH))
-            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH // variant.cluster, KEYS))
+            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
+            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
         )
 
     launch = CudaLaunch(
-        KERNEL, variant, problem, POINTERS, units * variant.cluster, variant.shared, (NUMBERS, numbers),
+        KERNEL, variant, problem, POINTERS, programs, variant.shared, (NUMBERS, numbers),
         maps=Maps(describe, 3, (0, 1, 2)),
     )  # fmt: skip
     call = Call(

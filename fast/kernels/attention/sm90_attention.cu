@@ -2,8 +2,7 @@
 // it; `products.h` is generated there. Codes are those of `fast.kernels.attention.quantize_heads`, steps those of `prefill`.
 //
 // A program has 128 queries of a head, 64 for each of two warpgroups, then others, until all are done; one thread of a third
-// warpgroup loads tiles of 128 keys and of the transposed values by the tensor copy engine into a ring of STAGES. The programs of
-// a cluster have heads of the same keys: each loads a part of a tile for all.
+// warpgroup loads tiles of 128 keys and of the transposed values by the tensor copy engine into a ring of STAGES.
 //
 // A warpgroup makes weights of a tile while the tensor core multiplies scores of the next one; in the middle of it these have
 // come, and are looked at between exponentials, which take the special unit longer than all else takes the others. Then it
@@ -35,7 +34,7 @@ struct Problem {
   int heads, groups, rows, together;  // rows: heads of all sequences; together: of them at a time
 };
 
-constexpr int GROUPS = 2, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
+constexpr int GROUPS = 2, CLUSTER = 1, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
 constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2, WORDS = KEYS / 8;
 constexpr int Q_BYTES = 64 * WIDTH, K_BYTES = KEYS * WIDTH, V_BYTES = WIDTH * KEYS, V_STEP = V_BYTES + ONES * KEYS;
 constexpr int SCALE_BYTES = BY_TOKEN ? KEYS * 4 : 0;
@@ -64,10 +63,10 @@ struct Place {
 // What a program has to do at a time: tiles with most keys first, some heads after others.
 struct Work {
   int row, first, tiles, free;  // row: of heads; free: tiles that all of its queries see
-  __device__ __forceinline__ Work(const Problem& p, int unit, int rank) {
-    const int along = (p.queries + QUERIES - 1) / QUERIES, each = p.together / CLUSTER * along;
-    const int group = unit / each, at = unit % each, heads = min(p.together, p.rows - group * p.together) / CLUSTER;
-    row = group * p.together + at % heads * CLUSTER + rank;
+  __device__ __forceinline__ Work(const Problem& p, int unit) {
+    const int along = (p.queries + QUERIES - 1) / QUERIES, each = p.together * along;
+    const int group = unit / each, at = unit % each, heads = min(p.together, p.rows - group * p.together);
+    row = group * p.together + at % heads;
     first = (along - 1 - at / heads) * QUERIES;
     int end = p.keys, all = p.keys;
     if (CAUSAL) {
@@ -79,13 +78,14 @@ struct Work {
   }
 };
 
-// The units of a cluster, of all: forwards and backwards in turn, so that all clusters have as much to do.
+// The units of a program, of all: forwards and backwards in turn, so that all programs have as much to do.
 struct Units {
-  int cluster, clusters, all, round = 0;
-  __device__ __forceinline__ Units(const Problem& p)
-      : cluster(blockIdx.x / CLUSTER), clusters(gridDim.x / CLUSTER),
-        all(p.rows / CLUSTER * ((p.queries + QUERIES - 1) / QUERIES)) {}
-  __device__ __forceinline__ int unit() const { return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster); }
+  int all, round = 0;
+  __device__ __forceinline__ Units(const Problem& p) : all(p.rows * ((p.queries + QUERIES - 1) / QUERIES)) {}
+  __device__ __forceinline__ bool more() const { return round * int(gridDim.x) < all; }
+  __device__ __forceinline__ int unit() const {
+    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  }
 };
 
 __device__ __forceinline__ int key_head(const Problem& p, int row) {
@@ -93,14 +93,13 @@ __device__ __forceinline__ int key_head(const Problem& p, int row) {
 }
 
 // One thread: of each unit the queries, then all tiles.
-__device__ __forceinline__ void produce(const Maps& maps, const Problem& p, const Ring& ring, int rank) {
-  constexpr unsigned short ALL = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
+__device__ __forceinline__ void produce(const Maps& maps, const Problem& p, const Ring& ring) {
   Place at;
   u32 parity = 0;
 #pragma unroll 1
-  for (Units units(p); units.round * units.clusters < units.all; units.round++) {
+  for (Units units(p); units.more(); units.round++) {
     if (units.unit() >= units.all) continue;
-    const Work work(p, units.unit(), rank);
+    const Work work(p, units.unit());
     if (work.tiles == 0) continue;
     const int pair = key_head(p, work.row);
     wait_for(ring.empty_q, parity ^ 1);
@@ -113,14 +112,12 @@ __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, cons
       wait_for(ring.empty_k + 8 * at.stage, at.parity ^ 1);
       const u32 bar = ring.full_k + 8 * at.stage;
       expect_bytes(bar, K_BYTES + SCALE_BYTES);
-      copy_box(maps.k, ring.k + at.stage * K_BYTES + rank * (K_BYTES / CLUSTER), bar, 0,
-          pair * p.k_room + tile * KEYS + rank * (KEYS / CLUSTER), ALL);
+      copy_box(maps.k, ring.k + at.stage * K_BYTES, bar, 0, pair * p.k_room + tile * KEYS, 0);
       if (BY_TOKEN)
         copy_bytes(p.k_scale + i64(pair) * p.k_room + tile * KEYS, ring.scale + at.stage * SCALE_BYTES, bar, SCALE_BYTES);
       wait_for(ring.empty_v + 8 * at.stage, at.parity ^ 1);
       expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);
-      copy_box(maps.v, ring.v + at.stage * V_STEP + rank * (V_BYTES / CLUSTER), ring.full_v + 8 * at.stage, tile * KEYS,
-          pair * WIDTH + rank * (WIDTH / CLUSTER), ALL);
+      copy_box(maps.v, ring.v + at.stage * V_STEP, ring.full_v + 8 * at.stage, tile * KEYS, pair * WIDTH, 0);
     }
   }
 }
@@ -129,19 +126,6 @@ __device__ __forceinline__ float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// 2^x, within 2^-18 of it, on the units that multiply: x = n + f, a polynomial of f, and n added to its exponent.
-__device__ __forceinline__ float polynomial(float x) {
-  constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it becomes whole
-  x = fmaxf(x, -120.0f);
-  const float whole = x + WHOLE, f = x - (whole - WHOLE);
-  float y = 0.0095700692f;
-  y = __fmaf_rn(y, f, 0.0559178867f);
-  y = __fmaf_rn(y, f, 0.2402474568f);
-  y = __fmaf_rn(y, f, 0.6931218119f);
-  y = __fmaf_rn(y, f, 0.9999992612f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
 }
 
 __device__ __forceinline__ float reciprocal(float x) {
@@ -286,10 +270,7 @@ __device__ __forceinline__ void weigh(u32 (&p)[WORDS], const float (&x)[SCORES])
     const int at = j / 4 * 16 + j / 2 % 2 * 8 + j % 2 * 2;
     float w[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float e = x[at + 4 * (i / 2) + i % 2];
-      w[i] = (4 * j + i) % 8 < POLYNOMIALS ? polynomial(e) : exponential(e);
-    }
+    for (int i = 0; i < 4; i++) w[i] = exponential(x[at + 4 * (i / 2) + i % 2]);
     p[j] = rounded(w[0], w[1], w[2], w[3]);
   }
 }
@@ -315,18 +296,18 @@ __device__ __forceinline__ void store_pair(void* y, i64 at, float a, float b) {
 struct Group {
   const Problem& p;
   const Ring& ring;
-  const int group, rank, lane;
+  const int group, lane;
   const u32 q;
   Place at;          // of the tile whose values come next
   u32 parity = 0;    // of the queries
 
-  __device__ __forceinline__ Group(const Problem& p, const Ring& ring, int group, int rank)
-      : p(p), ring(ring), group(group), rank(rank), lane(threadIdx.x % 32), q(ring.q + group * Q_BYTES) {
-    if (TURNS && group == 1) give_turn(0);
+  __device__ __forceinline__ Group(const Problem& p, const Ring& ring, int group)
+      : p(p), ring(ring), group(group), lane(threadIdx.x % 32), q(ring.q + group * Q_BYTES) {
+    if (group == 1) give_turn(0);
   }
 
   __device__ __forceinline__ void release(u32 bar) {
-    if (lane < CLUSTER) arrive_at(bar, lane);
+    if (lane == 0) arrive_at(bar, 0);
   }
 
   __device__ __forceinline__ void attend(const Work& work, int thread) {
@@ -413,7 +394,7 @@ struct Group {
       Place next = ahead;
       next.advance();
       if (tile + 1 < work.tiles) wait_for_keys(next);
-      if (TURNS) take_turn(group);
+      take_turn(group);
       fence();
       give_sums(d, w, ring.v + at.stage * V_STEP);
       finish<0>(d);
@@ -426,10 +407,10 @@ struct Group {
       keep<0, SCORES>(x);
       ahead = next;
       if (tile + 1 < work.tiles) give_tile(s, ahead);
-      if (TURNS) give_turn(1 - group);
+      give_turn(1 - group);
     }
-    if (TURNS) give_turn(1 - group);
-    if (lane == 0) arrive_at(ring.empty_q, rank);
+    give_turn(1 - group);
+    release(ring.empty_q);
   }
 
   __device__ __forceinline__ void store(const float (&y)[SUMS], int unit_row, int pair, int first) {
@@ -450,21 +431,19 @@ struct Group {
   }
 };
 
-extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) void sm90_attention(
+extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attention(
     const __grid_constant__ Maps maps, const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
   const Ring ring((shared_address(memory) + 1023) & ~1023u);
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), role = warp / 4;
-  u32 rank = 0;
-  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (thread == 0) {
     init_barrier(ring.full_q, 1);
     init_barrier(ring.empty_q, GROUPS * 4);
     for (int s = 0; s < STAGES; s++) {
       init_barrier(ring.full_k + 8 * s, 1);
       init_barrier(ring.full_v + 8 * s, 1);
-      init_barrier(ring.empty_k + 8 * s, GROUPS * 4 * CLUSTER);
-      init_barrier(ring.empty_v + 8 * s, GROUPS * 4 * CLUSTER);
+      init_barrier(ring.empty_k + 8 * s, GROUPS * 4);
+      init_barrier(ring.empty_v + 8 * s, GROUPS * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -477,15 +456,14 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
   sync_cluster();
   if (role == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring, rank);
+    if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    Group group(p, ring, role, rank);
+    Group group(p, ring, role);
 #pragma unroll 1
-    for (Units units(p); units.round * units.clusters < units.all; units.round++)
-      if (units.unit() < units.all) group.attend(Work(p, units.unit(), rank), thread % 128);
-    if (TURNS && role == 0) take_turn(0);  // the other's last one
+    for (Units units(p); units.more(); units.round++)
+      if (units.unit() < units.all) group.attend(Work(p, units.unit()), thread % 128);
+    if (role == 0) take_turn(0);  // the other's last one
   }
-  if constexpr (CLUSTER > 1) sync_cluster();  // nobody leaves while others hand back what it loaded
 }

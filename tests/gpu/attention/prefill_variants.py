@@ -35,18 +35,7 @@ from tests.gpu.harness.lines import say
 HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
-VARIANTS = {
-    "as served": Variant(),
-    "no turns": Variant(turns=False),
-    "two share copies": Variant(cluster=2),
-    "one tile a program": Variant(persistent=False),
-    "three stages": Variant(stages=3),
-    "five stages": Variant(stages=5),
-    "an eighth by polynomials": Variant(polynomials=1),
-    "a quarter by polynomials": Variant(polynomials=2),
-    "no turns, an eighth by polynomials": Variant(turns=False, polynomials=1),
-    "two share copies, an eighth by polynomials": Variant(cluster=2, polynomials=1),
-}
+VARIANTS = {"as served": Variant(), "three stages": Variant(stages=3)}
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
     ("expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);", "expect_bytes(ring.full_v + 8 * at.stage, 0);"),

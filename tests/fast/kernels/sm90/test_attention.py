@@ -45,10 +45,8 @@ CASES = {
         130,
         {"causal": True, "offset": 2},
         torch.bfloat16,
-        Variant(3, turns=False),
+        Variant(3),
     ),
-    "shared": ("int8_block", 1, 4, 2, 140, 200, {"causal": True}, torch.bfloat16, Variant(2, cluster=2)),
-    "polynomials": ("int8_block", 1, 1, 1, 64, 200, {}, torch.float32, Variant(2, polynomials=2)),
 }
 
 
@@ -110,9 +108,9 @@ FAULTS = {
     "scores of a tile that has not arrived": ("if (tile + 1 < work.tiles) wait_for_keys(next);", ""),
     "values that have not arrived": ("wait_for(ring.full_v + 8 * at.stage, at.parity);", ""),
     "the next queries come while these are multiplied": ("wait_for(ring.empty_q, parity ^ 1);", ""),
-    "keys are handed back by two warps of eight": ("ring.empty_k + 8 * s, GROUPS * 4 * CLUSTER", "ring.empty_k + 8 * s, 2"),
+    "keys are handed back by two warps of eight": ("ring.empty_k + 8 * s, GROUPS * 4", "ring.empty_k + 8 * s, 2"),
     "values are handed back by two warps of eight": (
-        "ring.empty_v + 8 * s, GROUPS * 4 * CLUSTER", "ring.empty_v + 8 * s, 2",
+        "ring.empty_v + 8 * s, GROUPS * 4", "ring.empty_v + 8 * s, 2",
     ),
     "scores are read while they are made": (
         "finish<0>(s);\n      keep<SCORES / 2, SCORES>(x);", "finish<1>(s);\n      keep<SCORES / 2, SCORES>(x);",
