@@ -29,6 +29,7 @@ from tests.fast.kernels.sm90.machine_code import (
 )
 from tests.fast.kernels.sm90.products import require_nvrtc
 from tests.fast.kernels.sm90.test_compile import assemblers
+from tests.gpu.attention.prefill_variants import ABLATIONS, VARIANTS, changed, forms
 
 #: Recipe, sequences, heads, key heads, queries, keys, options, dtype, variant.
 CASES = {
@@ -186,3 +187,11 @@ def test_what_is_taken():
     assert "no windows" in sm90.unfit(128, 128, recipe, 7, None)
     assert "chains of 128" in sm90.unfit(128, 128, AttentionRecipe(chain=32), None, None)
     assert "Hopper" in sm90.refusal(*states(1, 1, 1, 4, 4, torch.float32)[::2], recipe, None, None)
+
+
+def test_ablations_fit_the_source(tmp_path):
+    """What `tests/gpu/attention/prefill.py --part variants` leaves out of the source stands there once."""
+    with forms() as made:
+        assert set(made) == {*VARIANTS, *ABLATIONS}
+    with pytest.raises(ValueError, match="stands once"):
+        changed(KERNEL, (("no such piece", ""),), tmp_path)
