@@ -32,9 +32,9 @@ TOKENS = (1, 16, 1024)
 MODEL, TEXT = "SmolLM2-135M-Instruct", "wikitext-2-v1-test"
 #: Models of the columns of perplexity, by what one calls them; one without results has no column.
 MODELS = {
-    "SmolLM2-135M": MODEL,
+    MODEL: MODEL,
     "Gemma-3-270M": "gemma-3-270m",
-    "Qwen2.5-Coder-0.5B": "Qwen2.5-Coder-0.5B-Instruct",
+    "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B-Instruct",
 }
 CHANGE = "perplexity, change"
 #: Outcomes of a client that has the weights: docs/clients.py.

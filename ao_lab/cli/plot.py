@@ -11,6 +11,7 @@ import typer
 
 from ao_lab.cli.options import AsJson
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, track_progress, work
+from ao_lab.install.extras import wrong_input
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,15 +108,12 @@ def plot_schemes(
 
     with work("plot", f"{out} was not written", as_json):
         check(out)
-        try:
-            with track_progress("plot", plain=as_json, transient=True) as bar:
-                found = plot.scheme_errors(
-                    weights_of(file),
-                    scheme or USUAL,
-                    progress=lambda what, done, total: bar.at(done, what, total),
-                )
-        except (ValueError, TypeError) as error:
-            raise WrongInput(str(error)) from error
+        with track_progress("plot", plain=as_json, transient=True) as bar:
+            found = plot.scheme_errors(
+                weights_of(file),
+                scheme or USUAL,
+                progress=lambda what, done, total: bar.at(done, what, total),
+            )
         told = {one.scheme: {"error": one.total, "bits": one.bits, "tensors": one.tensors} for one in found}
         what = f"Relative error of the weights of {file.name}: {', '.join(one.scheme for one in found)}."
         _write(out, lambda: plot.schemes(None, found, theme=theme.value), what, as_json, {"schemes": told})
@@ -140,7 +138,13 @@ def plot_comparison(
 
         from ao_lab.measure.comparison import Comparison
 
-        return Comparison.from_dict(json.loads(path.read_text(encoding="utf-8"))).plot(theme=theme.value)
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise WrongInput(
+                f"{path} cannot be read: {error}; ao-lab compare --out DIR writes one"
+            ) from error
+        return Comparison.from_dict(told).plot(theme=theme.value)
 
     _write(out, draw, f"Loss against size of the configurations of {path}.", as_json)
 
@@ -167,11 +171,9 @@ def _write(
 
     # Figures are files: no window, whatever the machine.
     mpl.use("Agg")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save(draw(), out, description)
-    except (ValueError, TypeError) as error:
-        raise WrongInput(str(error)) from error
+    figure = draw()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, out, description)
     if as_json:
         print_json({"figure": str(out), "shows": description, **(told or {})})
     else:
@@ -183,7 +185,10 @@ def weights_of(path: Path) -> Any:
     if path.suffix == ".npy":
         return {path.stem: tensor_of(path, None)}
     if path.suffix == ".safetensors" and path.is_file():
-        return {name: x for name, x in _safetensors(path).items() if x.dim() > 1 and x.is_floating_point()}
+        found = {name: x for name, x in _safetensors(path).items() if x.dim() > 1 and x.is_floating_point()}
+        if not found:
+            raise WrongInput(f"{path} has no tensor of floats with two dimensions or more")
+        return found
     if path.is_dir():
         return path
     raise WrongInput(f"{path} is no folder of a model, and no .npy or .safetensors file")
@@ -198,17 +203,29 @@ def tensor_of(path: Path, name: str | None) -> Any:
     if path.suffix == ".npy":
         if not path.is_file():
             raise WrongInput(f"{path} is no file; numpy.save writes one")
-        return np.load(path, allow_pickle=False)
+        try:
+            return of_floats(np.load(path, allow_pickle=False), path)
+        except (ValueError, EOFError) as error:
+            raise WrongInput(f"{path} cannot be read: {error}; numpy.save writes one") from error
     if path.is_dir():
         from ao_lab.checkpoint.io.shards import look_at
 
-        folder = look_at(path)
+        with wrong_input():
+            folder = look_at(path)
         wanted = known(name or "", {one: one for one in folder.specs}, "tensor")
-        return folder.read([wanted])[wanted]
+        with wrong_input():
+            return of_floats(folder.read([wanted])[wanted], path)
     tensors = _safetensors(path)
     if name is None and len(tensors) == 1:
-        return next(iter(tensors.values()))
-    return known(name or "", tensors, "tensor")
+        return of_floats(next(iter(tensors.values())), path)
+    return of_floats(known(name or "", tensors, "tensor"), path)
+
+
+def of_floats(x: Any, path: Path) -> Any:
+    """An array of NumPy or torch; WrongInput where its elements are no floats, which no scheme quantizes."""
+    if x.is_floating_point() if hasattr(x, "is_floating_point") else x.dtype.kind in "fV":
+        return x
+    raise WrongInput(f"{path}: the tensor is of {x.dtype}; give one of floats")
 
 
 def _safetensors(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.install.extras import needed
+from ao_lab.install.extras import WrongInput, needed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +102,7 @@ class Comparison:
             rows = [Compared(**{name: row[name] for name in known if name in row}) for row in given["rows"]]
             return cls(given["model"], tuple(rows), dict(given["conditions"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no comparison as Comparison.to_dict gives it: {error}") from error
+            raise WrongInput(f"this is no comparison as Comparison.to_dict gives it: {error}") from error
 
     def to_frame(self) -> Any:
         """A pandas DataFrame, a row a configuration."""

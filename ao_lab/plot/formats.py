@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.plot.style import Theme, canvas, look
 from reference.arrays.namespace import lookup
 from reference.formats.encode import decode, encode
@@ -44,7 +45,7 @@ def values(
     """
     records = [narrow(one) for one in formats]
     if not records:
-        raise ValueError("values takes one format or more, such as 'float4_e2m1fn'")
+        raise WrongInput("values takes one format or more, such as 'float4_e2m1fn'")
     scaled = len(records) > 1 if scaled is None else scaled
     with canvas(ax, theme, (8.0, 0.9 + 0.62 * len(records))) as (figure, (axis,), colors):
         for place, record in enumerate(records):
@@ -65,9 +66,10 @@ def values(
 
 def narrow(fmt: str | Format) -> Format:
     """The record of a format of up to 8 bits; ValueError for others."""
-    record = format_of(fmt)
+    with wrong_input():
+        record = format_of(fmt)
     if record.bits > MOST_BITS:
-        raise ValueError(
+        raise WrongInput(
             f"{record.name} has {2**record.bits} values, too many to draw one by one; take a format of up to {MOST_BITS} bits"
         )
     return record
@@ -128,9 +130,9 @@ def error(
     """
     named = [record_of(one) for one in records]
     if not named:
-        raise ValueError("error takes a format or a scheme or more, such as 'float8_e4m3fn' or 'mxfp4'")
+        raise WrongInput("error takes a format or a scheme or more, such as 'float8_e4m3fn' or 'mxfp4'")
     if type(octaves) is not int or not 1 <= octaves <= 60:
-        raise ValueError(f"octaves is a number from 1 to 60, got {octaves!r}")
+        raise WrongInput(f"octaves is a number from 1 to 60, got {octaves!r}")
     sizes = 2.0 ** -(np.arange(octaves * STEPS * SAMPLES)[::-1] / (STEPS * SAMPLES))
     at = sizes.reshape(-1, SAMPLES)[:, SAMPLES // 2]
     with canvas(ax, theme, (8.4, 4.2)) as (figure, (axis,), colors):
@@ -155,7 +157,8 @@ def record_of(one: str | Format | Scheme) -> Format | Scheme:
     if isinstance(one, (Format, Scheme)):
         return one
     both: dict[str, Any] = {**SCHEMES, **FORMATS}
-    found: Format | Scheme = lookup(one, both, "format or scheme")
+    with wrong_input():
+        found: Format | Scheme = lookup(one, both, "format or scheme")
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.install.extras import needed
+from ao_lab.install.extras import WrongInput, needed
 from reference.arrays.namespace import choice
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def save(figure: Figure, path: str | Path, description: str = "") -> Path:
     """
     path = Path(path)
     if path.suffix not in FILES:
-        raise ValueError(f"{path} is no figure's file: its name ends in {', '.join(FILES)}")
+        raise WrongInput(f"{path} is no figure's file: its name ends in {', '.join(FILES)}")
     first = figure.axes[0].get_title(loc="left") if figure.axes else ""
     about: dict[str, Any] = {}
     if path.suffix == ".svg":

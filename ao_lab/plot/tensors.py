@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.plot.style import Theme, canvas
 from reference.formats.formats import FORMATS
 from reference.formats.storage import unpack
@@ -45,11 +46,12 @@ def tensor(
 
     ValueError and TypeError as `quantize` raises, and for a tensor without an element, or of another scheme than is named.
     """
-    q = stored(x, scheme_of(scheme), axis)
+    with wrong_input():
+        q = stored(x, scheme_of(scheme), axis)
     fmt = FORMATS[q.scheme.element]
     codes = np.asarray(unpack(q.codes, fmt, q.shape) if q.packed else q.codes).ravel()
     if not codes.size:
-        raise ValueError(f"the tensor of shape {q.shape} has no element to draw")
+        raise WrongInput(f"the tensor of shape {q.shape} has no element to draw")
     with canvas(ax, theme, (10.0, 3.6), 2) as (figure, (left, right), colors):
         _values(left, fmt.values[codes & ((1 << fmt.bits) - 1)].astype(np.float64), colors)
         left.set_title(f"{q.scheme.name}: {codes.size:,} elements", loc="left")
@@ -180,12 +182,13 @@ def scheme_errors(
     ValueError for an unknown scheme, no scheme, no tensor, or where a scheme takes none of the tensors; TypeError as `quantize`
     raises it.
     """
-    records = [scheme_of(one) for one in schemes]
+    with wrong_input():
+        records = [scheme_of(one) for one in schemes]
     if not records:
-        raise ValueError("scheme_errors takes one scheme or more, such as 'mxfp4'")
+        raise WrongInput("scheme_errors takes one scheme or more, such as 'mxfp4'")
     found = dict(tensors_of(x))
     if not found:
-        raise ValueError(
+        raise WrongInput(
             "there is no weight of a linear layer to draw; give arrays, or a model with nn.Linear"
         )
     result = []
@@ -205,12 +208,16 @@ def tensors_of(x: Any) -> Iterable[tuple[str, Any]]:
 
         folder = Path(x)
         if not (folder / "config.json").is_file():
-            raise ValueError(
+            raise WrongInput(
                 f"{folder} is no folder of a model: it has no config.json; give one that save_pretrained wrote"
             )
-        if is_quantized(folder):
-            raise ValueError(f"{folder} is quantized already; give the folder of the unquantized base model")
-        return linear_weights(dense_of_files(folder)).items()
+        with wrong_input():
+            quantized = is_quantized(folder)
+        if quantized:
+            raise WrongInput(f"{folder} is quantized already; give the folder of the unquantized base model")
+        with wrong_input():
+            model = dense_of_files(folder)
+        return linear_weights(model).items()
     return linear_weights(x).items() if hasattr(x, "named_modules") else (("tensor", x),)
 
 
@@ -243,7 +250,7 @@ def _of_scheme(tensors: Mapping[str, Any], scheme: Scheme) -> SchemeError:
             refused[name] = str(error)
     if not squares:
         name, reason = next(iter(refused.items()))
-        raise ValueError(f"{scheme.name} takes none of the tensors; {name}: {reason}")
+        raise WrongInput(f"{scheme.name} takes none of the tensors; {name}: {reason}")
     lost, size = (sum(part) for part in zip(*squares.values(), strict=True))
     each = {name: float(np.sqrt(e / s)) if s else 0.0 for name, (e, s) in squares.items()}
     return SchemeError(

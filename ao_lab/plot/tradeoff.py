@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ao_lab.install.extras import WrongInput
 from ao_lab.plot.style import Theme, canvas
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def tradeoff(
     """
     drawn = [one for one in points if math.isfinite(one.loss)]
     if not drawn:
-        raise ValueError("tradeoff draws one point or more of finite loss; got none")
+        raise WrongInput("tradeoff draws one point or more of finite loss; got none")
     with canvas(ax, theme, (8.0, 4.8)) as (figure, (axis,), colors):
         best = frontier(drawn)
         axis.step(

@@ -64,7 +64,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         random = max(best[1].value(s, m, f"{WORST}, {SOURCES[-1]}") or 0 for s, m in lines(best[1]))
         words.append(
             f"From 1024 tokens a layer's error on later impressions is predicted within 5% for {number(share, 0)}% of layers "
-            f"and candidates, at worst by a factor of {number(worst, 2)}; N(0, 1) is off by up to {number(random, 1)}."
+            f"and candidates, at worst by a factor of {number(worst, 2)}; on N(0, 1) by a factor of up to {number(random, 1)}."
         )
     if (best := best_run(by_run(rows, OUTPUTS))) is not None:
         ratios = [value for one in eight_bits(best[1]) if (value := best[1].value(*one, RATIO)) is not None]

@@ -50,7 +50,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     words = []
     if best is not None:
         worst = {method: largest(best[1], method) for method in METHODS}
-        parts = [f"{method} {number(value, 1)}" for method, value in worst.items() if value is not None]
+        parts = [f"{method} {times(value, 1)}" for method, value in worst.items() if value is not None]
         words.append(
             f"Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: {'; '.join(parts)}."
         )
@@ -79,7 +79,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         for method in ("torchao, 8 bits", "torchao, 4 bits")
     }
     parts = [f"{value:.1f} times with states in {name}" for name, value in ours.items() if value is not None]
-    beside = [f"{number(value, 1)} in {name}" for name, value in theirs.items() if value is not None]
+    beside = [f"{times(value, 1)} in {name}" for name, value in theirs.items() if value is not None]
     if not beside or not parts:
         return []
     text = (
@@ -87,6 +87,12 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         f"to 10^5; with torchao's states {' and '.join(beside)}"
     )
     return [Headline(text, [row for row in best[1].rows if row.metric == LARGEST])]
+
+
+def times(value: float | None, digits: int) -> str:
+    """A ratio as text; of thousands no decimals, and groups of three digits."""
+    large = value is not None and 1000 <= abs(value) < float("inf")
+    return f"{value:,.0f}" if large else number(value, digits)
 
 
 def largest(results: Results, method: str) -> float | None:
@@ -169,11 +175,12 @@ def updates_section(where: Where, results: Results) -> Section:
     }
     figure = curves(
         series,
-        "ratio of gradients in a block: 10^(x - 1)",
+        "ratio of gradients in a block",
         "largest update over that with float32 states",
         base=1.0,
     )
     figure.axes[0].set_yscale("log")
+    figure.axes[0].set_xticks(range(1, len(RATIOS) + 1), [f"{ratio:,}" for ratio in RATIOS])
     drawing = Drawing(
         f"optimizers-largest-update-{where.scale}",
         "Largest update over that with float32 states; where small gradients become 0 and where they go on.",
@@ -186,7 +193,7 @@ def updates_section(where: Where, results: Results) -> Section:
 def numbers(results: Results, metric: str) -> Table:
     """A metric of every setting and method."""
     lines = [
-        [setting, *(number(results.value(setting, method, metric), 2) for method in METHODS)]
+        [setting, *(times(results.value(setting, method, metric), 2) for method in METHODS)]
         for setting in results.settings
     ]
     rows = [row for row in results.rows if row.metric == metric]

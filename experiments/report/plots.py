@@ -12,9 +12,9 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 from ao_lab.plot.style import COLORS, MARKERS, SERIES, STYLE
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+#: Offsets in points and alignments of labels that would else cover others.
+SPOTS = (
+    (4, 5, "left"), (4, -9, "left"), (-4, 5, "right"), (-4, -9, "right"),
+    (4, 13, "left"), (4, -17, "left"), (-4, 13, "right"), (-4, -17, "right"),
+)  # fmt: skip
 #: Titles of the markers of each figure, by the group of the SVG that holds them.
 TITLES: WeakKeyDictionary[Figure, dict[str, list[str]]] = WeakKeyDictionary()
 
@@ -144,6 +149,8 @@ def scatter_panels(
         axis.set_visible(False)
     family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
+    for axis in axes[: len(panels)]:
+        separate(axis.texts)
     return figure
 
 
@@ -286,6 +293,23 @@ def _scatter(
             fontsize=7,
             color=colors[point.family],
         )
+
+
+def separate(notes: Iterable[Any]) -> None:
+    """Move labels that cover an earlier one to the first of SPOTS where they do not, or leave them."""
+    taken: list[Any] = []
+    for note in notes:
+        first = note.xyann, note.get_ha()
+        for x, y, side in ((*first[0], first[1]), *SPOTS):
+            note.set_position((x, y))
+            note.set_ha(side)
+            box = note.get_window_extent()
+            if not any(box.overlaps(one) for one in taken):
+                break
+        else:
+            note.set_position(first[0])
+            note.set_ha(first[1])
+        taken.append(note.get_window_extent())
 
 
 def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:

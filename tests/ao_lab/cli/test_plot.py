@@ -68,12 +68,40 @@ def test_figures_of_comparisons(tmp_path):
         (["tensor", "v.npy", "--scheme", "mxfp4", "-o", "x.svg"], "v.npy is no file"),
         (["tensor", "t.txt", "--scheme", "mxfp4", "-o", "x.svg"], "no .safetensors file"),
         (["tensor", "w.npy", "--scheme", "int4_g128", "-o", "x.svg"], "not divisible by the block size 128"),
+        (
+            ["tensor", "n.npy", "--scheme", "mxfp4", "-o", "x.svg"],
+            "the tensor is of int64; give one of floats",
+        ),
+        (
+            ["schemes", "n.npy", "--scheme", "mxfp4", "-o", "x.svg"],
+            "the tensor is of int64; give one of floats",
+        ),
+        (["tensor", "b.npy", "--scheme", "mxfp4", "-o", "x.svg"], "b.npy cannot be read"),
+        (["comparison", "b.json", "-o", "x.svg"], "b.json cannot be read"),
     ],
 )
 def test_wrong_inputs(tmp_path, monkeypatch, capsys, given, said):
     monkeypatch.chdir(tmp_path)
     np.save("w.npy", np.ones((4, 96), np.float32))
+    np.save("n.npy", np.ones((4, 96), np.int64))
     (tmp_path / "w.json").write_text("{}")
+    (tmp_path / "b.json").write_text("{")
+    (tmp_path / "b.npy").write_text("")
     assert main(["plot", *given]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.glob("x.*"))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_a_fault_of_drawing_is_no_wrong_input(tmp_path, monkeypatch, kind):
+    """It keeps its traceback, and no folder has been made."""
+    from ao_lab import plot
+
+    def broken(*formats, **options):
+        raise kind("shapes do not match")
+
+    monkeypatch.setattr(plot, "values", broken)
+    with pytest.raises(kind, match="shapes do not match") as found:
+        main(["plot", "values", "int4", "-o", str(tmp_path / "new" / "x.svg")])
+    assert type(found.value) is kind
+    assert not (tmp_path / "new").exists()

@@ -56,10 +56,10 @@ def test_the_page_names_the_largest_and_misses_targets():
     rows += [row("updates", one.name, "torchao, 8 bits", LARGEST, 7000.0) for one in updates.SETTINGS]
     rows += losses([2.0, 4.0], BASE) + losses([2.1, 4.3], "8-bit states")
     rows += [row("gaps", "m", "8-bit states", GAP, 0.4), row("gaps", "m", "8-bit states", INTERVAL, 0.2)]
-    assert "torchao, 8 bits 7000.0; ours, 8 bits 1.5; ours, 4 bits 1.8" in page.findings(rows)[0]
+    assert "torchao, 8 bits 7,000; ours, 8 bits 1.5; ours, 4 bits 1.8" in page.findings(rows)[0]
     said = str(page.headlines(rows)[0])
     assert "reaches 1.5 times with states in 8 bits and 1.8 times with states in 4 bits" in said
-    assert "torchao's states 7000.0 in 8 bits" in said
+    assert "torchao's states 7,000 in 8 bits" in said
     updated, gaps = page.targets_by_run(rows)
     assert [target.reached for target in updated.targets] == [True, True]
     assert [target.reached for target in gaps.targets] == [False]

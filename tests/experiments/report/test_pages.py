@@ -282,3 +282,11 @@ def test_commands_are_taken_by_the_command_line():
             _, name, *words = shlex.split(one.command)
             command = group.get_command(group.make_context("ao-lab", [name], resilient_parsing=True), name)
             assert command.make_context(name, words).params["tables"] == [one.experiment]
+
+
+def test_labels_of_near_points_do_not_cover_each_other():
+    near = [plots.Point(1.0 + 0.01 * number, 1.0, "MX", f"scheme_{number}") for number in range(4)]
+    figure = plots.scatter_panels({"one": [*near, plots.Point(2.0, 2.0, "MX", "far")]}, "x", "y")
+    boxes = [note.get_window_extent() for note in figure.axes[0].texts]
+    assert len(boxes) == 5
+    assert not [1 for place, box in enumerate(boxes) for other in boxes[:place] if box.overlaps(other)]

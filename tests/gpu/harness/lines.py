@@ -25,8 +25,9 @@ def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
 
 
 def write_rows(name: str, folder: str | Path | None = None) -> None:
-    """All rows so far, in a file of a folder: $OUT, or the working directory, where it is None."""
+    """All rows so far, in a file of a folder: $OUT, or the working directory, where it is None; made where there is none."""
     path = Path(folder or os.environ.get("OUT", ".")) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in ROWS for key in row)))
         writer.writeheader()
