@@ -32,9 +32,11 @@ def attention(
 ) -> torch.Tensor:
     """Attention of q (B, H, T, D) over the first `length` tokens of a cache: (B, H, T, D of v) in q's dtype.
 
-    length: int64 on q's device, 0-d, this call's own T tokens included. Other arguments, edges and errors as in the reference.
+    length: int64 on q's device, 0-d, this call's own T tokens included. mask: as in the reference, of at least `length` keys or
+    of one that stands for all. Other arguments, edges and errors as in the reference.
     """
     check_heads(tuple(q.shape), (*k.shape[:2], 0, k.width), (*v.shape[:2], 0, v.width))
+    mask = None if mask is None else _of_four_axes(mask, k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     y: torch.Tensor = torch.ops.ao_lab.cached_attention(
         q, k.codes, k.scale, k.zero, k.computed, k.recent, k.scheme, k.width, k.axis, v.codes, v.scale, v.zero, v.computed,
@@ -42,6 +44,12 @@ def attention(
         0.0 if softcap is None else float(softcap),
     )  # fmt: skip
     return y
+
+
+def _of_four_axes(mask: torch.Tensor, room: int) -> torch.Tensor:
+    """A view (B or 1, H or 1, T or 1, keys): one of fewer axes is of all sequences or heads, one of one key of all keys."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.expand(*mask.shape[:-1], room) if mask.shape[-1] == 1 else mask
 
 
 @torch.library.custom_op("ao_lab::cached_attention", mutates_args=())
@@ -157,7 +165,7 @@ def _dequantized(
         near = ((at < window.sinks) | (at >= window.first(length)))[:, None]
         keys, values = (torch.where(near, x, y) for x, y in zip(computed, (keys, values), strict=True))
     seen, bias = _visible(length, q.shape[2], mask, causal, positions, q.device)
-    keys, values = _hidden_as_zeros(keys, values, seen)
+    keys, values = (_hidden_as_zeros(x, seen) for x in (keys, values))
     if softcap:
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
@@ -171,12 +179,11 @@ def _dequantized(
     return torch.nan_to_num(y)
 
 
-def _hidden_as_zeros(keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> Pair:
-    """Tokens that no query sees, seen (T, keys) or (B, 1 or H, T, keys), as zeros: of NaN even a weight of 0 makes NaN."""
+def _hidden_as_zeros(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Tokens of x that no query sees, seen (T, keys) or (B, H, T, keys), as zeros: of NaN even a weight of 0 makes NaN."""
     some = seen.any(-2, keepdim=True)
     some = (some.any(1, keepdim=True) if some.dim() == 4 else some).mT
-    zero = keys.new_zeros(())
-    return torch.where(some, keys, zero), torch.where(some, values, zero)
+    return torch.where(some, x, x.new_zeros(()))
 
 
 #: Elements of the scores that `_of_both` holds at once.
@@ -208,11 +215,15 @@ def _of_both(
         seen, bias = _visible(length - (queries - last), last - first, some, True, keys, q.device)
         scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
         weights = torch.nan_to_num(torch.softmax(scores, -1)).to(q.dtype)
-        zero = weights.new_zeros(())
         parts.append(
-            torch.where(near, weights, zero) @ computed[1] + torch.where(near, zero, weights) @ stored[1]
+            _of_values(weights, computed[1], seen & near) + _of_values(weights, stored[1], seen & ~near)
         )
     return torch.cat(parts, 2)
+
+
+def _of_values(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Weighted values of the tokens that queries see; what none of them sees may be NaN."""
+    return torch.where(seen, weights, weights.new_zeros(())) @ _hidden_as_zeros(values, seen)
 
 
 def _window(k: StoredTokens, v: StoredTokens) -> Window:

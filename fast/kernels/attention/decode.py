@@ -502,9 +502,7 @@ def attention(
     assert described is not None
     kind, scales_of_token = described
     step = k.window.group if by_channel else 1
-    masks = None
-    if mask is not None:
-        masks = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
+    masks = None if mask is None else _mask_bytes(mask, room)
     q = q if q.stride(-1) == 1 else q.contiguous()
     if plan is None and sm90_decode.refusal(q, k) is None:
         made = sm90_decode.attention(q, k, v, length, masks, scale * LOG2E, kind)
@@ -535,6 +533,13 @@ def attention(
     if plan.splits > 1:
         combine(y, parts, stats, length, kv_heads, plan.block, plan.splits, window)
     return y.transpose(1, 2)
+
+
+def _mask_bytes(mask: torch.Tensor, room: int) -> torch.Tensor:
+    """uint8, the last axis contiguous and as long as the cache has room, since how many tokens there are is not known here."""
+    if mask.shape[-1] < room:
+        mask = torch.nn.functional.pad(mask, (0, room - mask.shape[-1]))
+    return (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
 
 
 def mask_strides(mask: torch.Tensor) -> tuple[int, int]:

@@ -75,6 +75,33 @@ def test_of_dequantized_states(mask):
         assert (abs(y - exact) <= bound).all()
 
 
+SHORT = KVRecipe(key="fp8_rowwise", value="fp8_rowwise", residual=3, sinks=2)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_residual", SHORT], ids=["values", "window", "short"])
+@pytest.mark.parametrize("shape", [(3, 16), (4, 3, 16), (1, 1, 3, 1)], ids=str)
+def test_masks_of_fewer_axes(name, shape, monkeypatch):
+    """Of all sequences, heads or keys, where a GPU has no kernel as on a CPU: NaN that nobody sees does no harm."""
+    keys, values, length = cache(name, torch.float32)
+    q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[..., :1, :2] = mask[..., -1:] = False
+    if shape[-1] > 1:
+        mask[..., 4] = False
+        for one in (keys, values):
+            one.codes[:, :, 4] = 0x7F if one.scheme else torch.nan
+            if one.computed is not None:
+                slots = one.window.position(torch.arange(one.window.slots), 9)
+                one.computed[:, :, slots == 4] = torch.nan
+    expected = attention(q, keys, values, length, mask=mask)
+    monkeypatch.setattr(
+        "fast.attention.attention._specified", lambda q, k, v, n, *rules: by_torch(q, k, v, length, *rules)
+    )
+    y = attention(q, keys, values, length, mask=mask)
+    assert expected.isfinite().all()
+    assert (y - expected).abs().max() < 1e-5
+
+
 def test_written_one_by_one():
     """The codes of a token do not depend on the tokens beside it."""
     keys, values, length = cache("int4_tokens")
@@ -128,6 +155,14 @@ class TestKernels:
         names = {name.split(".")[0] for name in machine.instructions}
         assert {"HMMA", "LDGSTS"} <= names
         assert "HGMMA" not in names
+
+    def test_a_mask_has_a_byte_for_each_token_of_the_room(self):
+        """How many tokens there are is known on the device alone: what a shorter mask leaves out is hidden, not read."""
+        from fast.kernels.attention.decode import _mask_bytes
+
+        found = _mask_bytes(torch.ones(2, 1, 1, 5, dtype=torch.bool), 8)
+        assert (found.dtype, found.stride(-1), found[0].tolist()) == (torch.uint8, 1, [[[1] * 5 + [0] * 3]])
+        assert _mask_bytes(torch.ones(1, dtype=torch.bool).expand(1, 1, 1, 8), 8).stride(-1) == 1
 
     def test_append_compiled(self):
         from fast.kernels.attention import append
