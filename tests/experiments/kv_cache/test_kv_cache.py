@@ -101,13 +101,26 @@ def test_decode_attention_is_timed_and_what_is_missing_or_fails_says_so(monkeypa
     def broken(q, held):
         raise ValueError("no call")
 
-    peers = {**speed.PEERS, "broken": broken, "absent": broken}
+    def late(q, held):
+        """Fails when what was captured is replayed: five calls name kernels, warm up and find how many are timed at once."""
+        calls = []
+
+        def call():
+            calls.append(q)
+            if len(calls) > 5:
+                raise ValueError("no replay")
+            return speed.PEERS[speed.TRANSFORMERS](q, held)()
+
+        return call
+
+    peers = {**speed.PEERS, "broken": broken, "absent": broken, "late": late}
     monkeypatch.setattr(speed, "PEERS", peers)
     monkeypatch.setattr(speed, "NEEDS", {"absent": "no_such_package"})
-    monkeypatch.setattr(speed, "ON_CPUS", (*speed.ON_CPUS, "broken", "absent"))
+    monkeypatch.setattr(speed, "ON_CPUS", (*speed.ON_CPUS, "late", "broken", "absent"))
     found = speed.measure(Size(1, 16), Heads(4, 2, 64), "cpu", 1e9, ("fp8",))
-    for name in ("fp8", *speed.ON_CPUS[:-2]):
+    for name in ("fp8", *speed.ON_CPUS[:-3]):
         assert found[name][speed.TIME][0] > 0
+    assert list(found["late"]) == ["status: error: ValueError: no replay"]
     # A code a channel and a float32 scale a token, of keys and of values of two heads; at a byte a nanosecond.
     assert found["fp8"][speed.FLOOR][0] == pytest.approx(2 * 2 * 16 * (64 + 4) / 1e3)
     assert "status: missing: no_such_package is not installed" in found["absent"]
