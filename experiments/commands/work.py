@@ -400,7 +400,8 @@ def baseline(line: Any) -> str:
 
 
 def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add: Path | None = None) -> bool:
-    """Show the table, check it, or remake it. False where something was never validated, or differed, and that was asked."""
+    """Show the table, check it, remake it, or add to it. False where something was not reached or not put in; where --check or
+    --refresh asked for it, also where something was never validated, or differed."""
     from experiments.runs import validations
 
     if check and refresh:
@@ -412,8 +413,10 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add
             added, left = validations.add(add)
         except ValueError as error:
             raise WrongInput(f"ledger --add: {error}") from error
-        say(f"{len(added)} lines put in: {', '.join(added)}")
-        late += [f"{name} ({why})" for name, why in left.items()]
+        say(f"{len(added)} lines put in: {', '.join(added) or 'none'}")
+        late += (kept := [f"{name} ({why})" for name, why in left.items()])
+        if kept:
+            say(f"left as they were: {', '.join(kept)}")
     problems, changes = validations.problems(), validations.changes()
     if as_json:
         lines = {name: asdict(one) for name, one in validations.read().items()}
@@ -422,7 +425,7 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add
         show_check(problems, changes, late)
     else:
         show_ledger(changes)
-    return not (problems or late) or not (check or refresh)
+    return not late and not (problems and (check or refresh))
 
 
 def validate(seconds: float) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -145,28 +146,76 @@ def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str
     return path, sorted({*late, *(set(functions()) - set(found))})
 
 
+#: What names a result of `tests/gpu/validate.py`: a subject, and which share of how many it is of where it is one.
+RESULT = re.compile(r"(\w+)(?:\.(\d+)-of-(\d+))?")
+#: Keys of a result; those of one run, which shares have in common, come last.
+KEYS = ("checks", "wrong", "left out", "chosen by", "ended", "date", "commit", "device", "versions")
+#: Results of a subject by (share, of how many).
+Shares = dict[tuple[int, int], Mapping[str, Any]]
+
+
 def add(folder: Path, root: Path = ROOT) -> tuple[list[str], dict[str, str]]:
     """Lines of what ``tests/gpu/validate.py --out folder`` compared, in place of earlier ones: cases are checks, each of which
-    compares tensors. The names that were recorded, and of others why not. ValueError where the folder has no such results."""
-    shares: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        name, _, share = path.stem.partition(".")
-        count = int(share.rpartition("-")[2]) if share else 1
-        shares.setdefault(name, []).append((count, json.loads(path.read_text(encoding="utf-8"))))
-    if not shares:
-        raise ValueError(f"{folder} has no results; write some with tests/gpu/validate.py --out {folder}")
+    compares tensors. The names that were recorded, and of others why not (`obstacle`). ValueError where the folder has no
+    results, or something else."""
     found, left = [], {}
-    for name, each in shares.items():
-        late = sum(len(one["left out"]) for _, one in each)
-        if len(each) < each[0][0] or late:
-            left[name] = f"{len(each)} of {each[0][0]} shares, {late} checks not reached"
+    for name, shares in results_of(folder).items():
+        if why := obstacle(shares):
+            left[name] = why
             continue
-        checks, wrong = sum(one["checks"] for _, one in each), sum(len(one["wrong"]) for _, one in each)
-        _, last = each[-1]
-        about = (str(last[key]) for key in ("date", "commit", "device", "versions"))
+        checks, wrong = (sum(count) for count in zip(*map(counts_of, shares.values()), strict=True))
+        last = max(shares.values(), key=lambda one: str(one["date"]))
+        about = (str(last[key]) for key in KEYS[-4:])
         found.append(Validation(f"checks of {name}", checks, checks, wrong, wrong, *about))
     record(found, root)
     return [one.name for one in found], left
+
+
+def results_of(folder: Path) -> dict[str, Shares]:
+    """The results that a folder holds, by subject; ValueError where it holds none, or a file that is none."""
+    found: dict[str, Shares] = {}
+    for path in sorted(folder.glob("*.json")):
+        named, content = RESULT.fullmatch(path.stem), content_of(path)
+        if named is None or not {*KEYS} <= {*content}:
+            raise ValueError(
+                f"{path} is no result of tests/gpu/validate.py as it writes them now; give a folder of its own"
+            )
+        share = (int(named[2] or 0), int(named[3] or 1))
+        found.setdefault(named[1], {})[share] = content
+    if not found:
+        raise ValueError(f"{folder} has no results; write some with tests/gpu/validate.py --out {folder}")
+    return found
+
+
+def content_of(path: Path) -> Mapping[str, Any]:
+    """The mapping that a file holds; nothing where it holds something else, or was not written to its end."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def counts_of(one: Mapping[str, Any]) -> tuple[int, int]:
+    """How many checks a result has, and how many lines of what is wrong."""
+    return int(one["checks"]), len(one["wrong"])
+
+
+def obstacle(shares: Shares) -> str:
+    """Why results are no validation of a subject: shares that are missing or of several runs, a process that did not end,
+    checks that time did not reach or that nobody asked for, or no GPU; nothing where they are one."""
+    each, (_, count) = [*shares.values()], max(shares, key=lambda share: share[1])
+    late, dead = sum(len(one["left out"]) for one in each), sum(not one["ended"] for one in each)
+    runs = {tuple(str(one[key]) for key in KEYS[-3:]) for one in each}
+    if {of for _, of in shares} != {count} or len(runs) > 1:
+        return "results of several runs; write each into a folder of its own"
+    if {*shares} != {(at, count) for at in range(count)} or late or dead:
+        return f"{len(each) - dead} of {count} shares ended, {late} checks not reached"
+    if chosen := sorted({str(one["chosen by"]) for one in each} - {""}):
+        return f"some of its checks alone, chosen by {', '.join(chosen)}"
+    if each[0]["device"] == "cpu":
+        return "compared on a CPU"
+    return "" if sum(one["checks"] for one in each) else "no checks"
 
 
 def entry_of(test: str) -> str:

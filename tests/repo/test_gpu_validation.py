@@ -336,6 +336,22 @@ def test_rows_of_times_are_written(tmp_path, monkeypatch, capsys):
     assert "the time is over" in capsys.readouterr().out
 
 
+def test_a_result_says_what_was_asked_and_that_it_ended(tmp_path, monkeypatch):
+    """`ao-lab ledger --add` takes all checks of a subject alone: not some of them, nor those before a GPU was lost."""
+
+    def written():
+        return json.loads((tmp_path / "subject.json").read_text())
+
+    assert checked("", "", out=tmp_path) == 0
+    assert (written()["checks"], written()["chosen by"], written()["ended"]) == (2, "", True)
+    some = Asked(parts=("times",), only="4", rows=(1, 16), shapes=((2, 3),))
+    assert harness.choosing(some) == "--only 4 --rows 1 16 --shapes 2x3 --part times"
+    monkeypatch.setattr(harness, "is_lost", lambda: True)
+    with pytest.raises(SystemExit):
+        checked("", ValueError("no context"), "", out=tmp_path)
+    assert (written()["checks"], written()["ended"]) == (2, False)
+
+
 def test_differences_are_lines():
     x = torch.arange(6.0).view(2, 3)
     other = x.clone()

@@ -224,29 +224,75 @@ def test_the_command_names_a_folder_without_rows(reports, tmp_path, capsys):
     assert read(places.rows("fp8_training")) == [ROW]
 
 
+CHECKED = {
+    "date": NEW, "commit": "0832d6b6", "device": "NVIDIA H200", "versions": "torch 2.11.0", "checks": 3, "wrong": [],
+    "left out": [], "chosen by": "", "ended": True,
+}  # fmt: skip
+
+
+def results(folder, contents):
+    """A folder of results of validate.py by their names, with what differs from `CHECKED`."""
+    folder.mkdir(exist_ok=True)
+    for name, change in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps({**CHECKED, **change}))
+    return folder
+
+
 def test_results_of_checks_become_lines_where_all_shares_ended(tmp_path):
     """Sums of shares; a subject with a share that is missing, or checks that were not reached, keeps its line."""
-    about = {
-        "date": "2026-11-29T19:00:00Z",
-        "commit": "0832d6b6",
-        "device": "NVIDIA H200",
-        "versions": "torch 2.11.0",
-    }
-    ended = {**about, "checks": 3, "wrong": [], "left out": []}
-    shares = {
-        "gemm.0-of-2": ended, "gemm.1-of-2": {**ended, "wrong": ["a", "b"]}, "gemv": ended, "pairs.0-of-2": ended,
-        "layers": {**ended, "left out": ["x"]},
-    }  # fmt: skip
-    for name, content in shares.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    late, wrong = {"left out": ["x"]}, {"wrong": ["a", "b"]}
+    results(
+        tmp_path, {"gemm.0-of-2": {}, "gemm.1-of-2": wrong, "gemv": {}, "pairs.0-of-2": {}, "layers": late}
+    )
     names, left = validations.add(tmp_path, tmp_path)
     assert names == ["checks of gemm", "checks of gemv"]
     assert left == {
-        "pairs": "1 of 2 shares, 0 checks not reached",
-        "layers": "1 of 1 shares, 1 checks not reached",
+        "pairs": "1 of 2 shares ended, 0 checks not reached",
+        "layers": "1 of 1 shares ended, 1 checks not reached",
     }
     assert validations.read(tmp_path)["checks of gemm"].cases == 6
     assert validations.problems(tmp_path)["checks of gemm"] == "2 of 6 values differ, 2 tests failed"
-    (tmp_path / "none").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("contents", "why"),
+    [
+        ({"gemm": {"device": "cpu"}}, "compared on a CPU"),
+        ({"gemm": {"chosen by": "--only 4096"}}, "some of its checks alone, chosen by --only 4096"),
+        ({"gemm": {"checks": 0}}, "no checks"),
+        ({"gemm": {"ended": False}}, "0 of 1 shares ended, 0 checks not reached"),
+        ({"gemm": {}, "gemm.0-of-2": {}, "gemm.1-of-2": {}}, "results of several runs"),
+        ({"gemm.0-of-2": {}, "gemm.1-of-2": {"commit": "918cb971"}}, "results of several runs"),
+        ({"gemm.1-of-2": {}, "gemm.0-of-3": {}}, "results of several runs"),
+    ],
+)
+def test_what_is_no_validation_of_a_subject_leaves_its_line(tmp_path, contents, why):
+    line = replace(LINE, name="checks of gemm")
+    validations.record([line], tmp_path)
+    names, left = validations.add(results(tmp_path / "out", contents), tmp_path)
+    assert (names, [*left]) == ([], ["gemm"])
+    assert left["gemm"].startswith(why)
+    assert validations.read(tmp_path) == {"checks of gemm": line}
+
+
+def test_files_that_are_no_results_are_refused(tmp_path):
+    results(tmp_path / "none", {})
     with pytest.raises(ValueError, match="has no results; write some with"):
         validations.add(tmp_path / "none", tmp_path)
+    for text in ("[]", "{", json.dumps({"device": "NVIDIA H200", "times": []})):
+        (results(tmp_path / "out", {"gemm": {}}) / "times.json").write_text(text)
+        with pytest.raises(ValueError, match=r"times\.json is no result of tests/gpu/validate\.py"):
+            validations.add(tmp_path / "out", tmp_path)
+    assert validations.read(tmp_path) == {}
+
+
+def test_the_command_says_what_it_did_not_put_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(validations, "record", lambda found, root: None)
+    folder = results(tmp_path / "out", {"gemm": {"device": "cpu"}, "gemv": {}})
+    assert main(["ledger", "--add", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert "1 lines put in: checks of gemv" in said
+    assert "left as they were: gemm (compared on a CPU)" in said
+    (folder / "gemm.json").unlink()
+    assert main(["ledger", "--add", str(folder)]) == 0
+    assert main(["ledger", "--add", str(tmp_path / "none")]) == 2

@@ -68,6 +68,7 @@ class Progress:
     def __init__(self, name: str, asked: Asked) -> None:
         self.name, self.asked, self.begin = name, asked, time.monotonic()
         self.done, self.wrong, self.left_out, self.rows = 0, list[str](), list[str](), list[Row]()
+        self.ended = False
 
     def say(self, text: str) -> None:
         """Print with the seconds that have passed."""
@@ -98,7 +99,8 @@ class Progress:
         self.write()
 
     def write(self) -> None:
-        """NAME.json in the folder: device, what is wrong, what was left out, and the rows."""
+        """NAME.json in the folder: device, what is wrong, what was left out, what chose some of the checks, and the rows.
+        ended: false until all that was asked is done, and where the GPU was lost to this process."""
         if self.asked.out is not None:
             about = {
                 "device": device_name(self.asked.device),
@@ -107,7 +109,8 @@ class Progress:
                 "versions": versions(self.asked.device),
                 "wrong": self.wrong,
             }
-            content = {**about, "checks": self.done, "left out": self.left_out, "times": self.rows}
+            of = {"checks": self.done, "left out": self.left_out, "chosen by": choosing(self.asked)}
+            content = {**about, **of, "ended": self.ended, "times": self.rows}
             path = self.asked.out / f"{self.name}{shard_suffix(self.asked.shard)}.json"
             path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
@@ -118,6 +121,14 @@ class Progress:
             self.say(f"NOT REACHED, no time: {'; '.join(self.left_out)}")
         self.write()
         return 1 if self.wrong else 2 if self.left_out else 0
+
+
+def choosing(asked: Asked) -> str:
+    """The arguments that choose some of a subject's checks, shares aside; nothing for all checks."""
+    given = {"only": [asked.only] if asked.only else [], "schemes": asked.schemes, "rows": asked.rows}
+    given["shapes"] = ["x".join(map(str, one)) for one in asked.shapes]
+    words = (f"--{name} {' '.join(map(str, values))}" for name, values in given.items() if values)
+    return " ".join([*words, *([] if "bits" in asked.parts else ["--part times"])])
 
 
 def shard_suffix(shard: tuple[int, int]) -> str:
@@ -147,6 +158,7 @@ def perform(subject: Subject, asked: Asked) -> int:
             if time.monotonic() > end:
                 progress.say("the time is over: rows that would follow are not measured")
                 break
+    progress.ended = True
     return progress.verdict()
 
 
