@@ -509,7 +509,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_full(error):
             raise
-        return complain(f"{error}; use a smaller model, fewer or shorter sequences, or --device cpu", 1)
+        words = str(error) or "there is not enough memory"
+        return complain(f"{words}; use a smaller model, fewer or shorter sequences, or --device cpu", 1)
 
 
 def is_full(error: RuntimeError | MemoryError) -> bool:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab import (
     Int8DynamicActivationInt8WeightConfig,
@@ -24,7 +25,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint import model_builder
-from ao_lab.checkpoint.model_builder import limited_time, read_settings
+from ao_lab.checkpoint.model_builder import fill, limited_time, read_settings
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -382,3 +383,24 @@ def test_a_setting_that_names_a_method_is_refused(tmp_path):
         read_settings(tmp_path, model)
     (tmp_path / SETTINGS).write_text('{"max_length": 7}')
     assert read_settings(tmp_path, model).max_length == 7
+
+
+def test_tensors_are_put_on_the_devices_of_those_before_them():
+    """Shared parameters stay shared; what lay on the meta device is on a CPU. Tensors of a GPU stand in, without memory."""
+    with FakeTensorMode():
+        model = nn.Module()
+        model.first = nn.Parameter(torch.empty(4, 4, device="cuda"))
+        model.shared = model.first
+        model.later = nn.Parameter(torch.empty(4, device="meta"))
+        model.register_buffer("count", torch.empty((), dtype=torch.int64, device="cuda"))
+        model.register_buffer("seen", torch.empty(2))
+        state = {
+            "first": torch.zeros(4, 4),
+            "later": torch.zeros(4),
+            "count": torch.tensor(3),
+            "seen": torch.ones(2),
+        }
+        fill(model, state)
+    devices = {name: value.device.type for name, value in model.state_dict().items()}
+    assert devices == {"first": "cuda", "shared": "cuda", "later": "cpu", "count": "cuda", "seen": "cpu"}
+    assert model.shared is model.first

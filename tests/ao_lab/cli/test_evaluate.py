@@ -256,14 +256,21 @@ def test_faults_of_ours_are_not_the_users(folders, monkeypatch):
             main(["eval", str(folders / "base"), "--limit", "1", "--length", "8"])
 
 
-def test_memory_that_does_not_suffice_is_one_line(capsys, folders, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "CUDA out of memory"),
+        (MemoryError(), "ao-lab: there is not enough memory; use"),
+    ],
+)
+def test_memory_that_does_not_suffice_is_one_line(capsys, folders, monkeypatch, error, words):
     def full(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     monkeypatch.setattr("ao_lab.measure.evaluate.measured", full)
     code, err = complaint(capsys, folders / "base", "--limit", "1", "--length", "8")
     assert (code, err.count("\n")) == (1, 1)
-    assert "out of memory" in err
+    assert words in err
     assert "--device cpu" in err
 
 

@@ -147,7 +147,8 @@ def dense_products(
 def rows_as_stored(w: QuantizedTensor) -> int:
     """The most rows that are multiplied by scales and elements apart; more are by the weight dequantized to their dtype."""
     ranges, _ = families_by_rows(w if w.block_axis == -2 else w.transposed(), BF16)
-    return max(one.last or 0 for one in ranges if one.name not in DEQUANTIZED)
+    names = ((one.name.partition(" ")[0], one.last) for one in ranges)
+    return max((last or max(ROWS) for name, last in names if name not in DEQUANTIZED), default=0)
 
 
 def exact(name: str, shape: tuple[int, int]) -> Iterator[str]:
