@@ -1,7 +1,5 @@
 """`triton_gemv_w4a16_kernel`, lane by lane: every element of a weight meets its input, its scale and its zero point.
 
-Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
-
 `triton_gemv_w8a16_kernel`, lane by lane: every code of a weight meets its input, its scale and its zero point.
 
 Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
@@ -15,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
 import fast
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
@@ -22,9 +23,6 @@ from fast.kernels.triton_gemv import gemv_w4a16, gemv_w8a16
 from tests.emulator.gluon_lanes import Pointer, body, host
 from tests.support.family_times import launch_for
 from tests.support.linear_cases import POWERS, exact_inputs, exact_result, exact_weight, integers
-
-if platform.system() != "Linux":
-    pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 
 def given(name, rows, length, dtype, seed=0):
@@ -87,9 +85,6 @@ def test_every_element_meets_its_input_its_scale_and_its_zero_point(name, rows, 
     taken = np.concatenate([np.arange(16) + min(16 * program, rows - 16) for program in programs])
     assert (y[taken] == host(wanted)[taken]).all()
 
-
-if platform.system() != "Linux":
-    pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 CASES_W8A16 = [
     ("int8_rowwise", 37, 512, torch.bfloat16), ("int8_rowwise", 5, 4096, torch.float32),

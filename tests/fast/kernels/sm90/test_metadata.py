@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
 import fast
 from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm.arrange import (
@@ -116,10 +119,6 @@ def test_bits_are_those_of_numpy(shape):
     back = unpack_bits(bits, shape[-1])
     assert back.dtype == torch.bool
     assert torch.equal(back, mask)
-
-
-if platform.system() != "Linux":
-    pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 
 @pytest.mark.parametrize("dtype", by_day(public.DTYPES, lambda dtype: named(size=dtype.itemsize)))

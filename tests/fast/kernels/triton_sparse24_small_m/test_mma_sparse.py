@@ -13,6 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
 import reference
 from fast.kernels.triton_sparse24_small_m import arrange, host, mma_sparse
 from fast.kernels.triton_sparse24_small_m.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
@@ -21,9 +24,6 @@ from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.gluon_lanes import Pointer, sparse_body
 from tests.emulator.ptx_opcodes import run
 from tests.gpu.sparsity.cases import exact_case, metadata_of, random_case
-
-if platform.system() != "Linux":
-    pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 #: Rows of inputs, rows and columns of the weight, columns of a scale, and tiles: whole and cut, one and several of each.
 CASES = [
