@@ -91,6 +91,9 @@ class Amax:
     writes: int = 0
     #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
     sent: tuple[tuple[Any, ...], Gathered] | None = None
+    #: Whether a plain tensor has memory of the shard (a row, the transpose): nobody sees what is written to it, so nothing that
+    #: was sent is sent again.
+    shared: bool = False
     #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
     form: tuple[tuple[Any, ...], Metadata] | None = None
 
@@ -124,6 +127,17 @@ def writes_lists(func: Any) -> bool:
         and not schema.returns
         and str(schema.arguments[0].type) == "List[Tensor]"
     )
+
+
+def tell(known: Amax, func: Any) -> None:
+    """Let a shard know of an operation on it: one that writes, one whose result is a plain tensor of the shard's memory, or a
+    collective, whose schema does not say that it writes. Ranks reduce scales together: a write is only what all of them do."""
+    if func._schema.is_mutable:
+        known.written()
+    elif func.namespace == "c10d":
+        known.sent = None
+    elif func.is_view and func not in VIEWS:
+        known.sent, known.shared = None, True
 
 
 def inside(given: Any) -> Any:
@@ -179,9 +193,8 @@ class CastOnGather(torch.Tensor):
             func(*(t.dense if isinstance(t, CastOnGather) else t for t in args), **kwargs)
             return args[0]
         shards = [t for t in tree_leaves((args, kwargs)) if isinstance(t, CastOnGather)]
-        if func._schema.is_mutable:
-            for shard in shards:
-                shard.known.written()
+        for shard in shards:
+            tell(shard.known, func)
         inner_args, inner_kwargs = tree_map_only(CastOnGather, lambda t: t.dense, (args, kwargs))
         result = func(*inner_args, **inner_kwargs)
         first = shards[0]
@@ -235,7 +248,8 @@ def sent_again(
     with torch.no_grad():
         found = quantized_shard(shard, mesh, tuple(whole), module, dtype)
     # Where some rank has no rows, ranks would not agree whose codes are old, and reduce scales at different times.
-    if shard.scheme.scale.block != "tensor" or weight_rows_everywhere(whole[0], mesh.size()):
+    agreed = shard.scheme.scale.block != "tensor" or weight_rows_everywhere(whole[0], mesh.size())
+    if agreed and not known.shared:
         known.sent = key, found
     return found
 
@@ -520,8 +534,9 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     """What changes with the weight: how often it was written to as the module's parameter, as a shard, and as what files hold.
 
     Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
-    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it) are
-    not seen: `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
+    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it; one
+    to a row of the shard or by a collective, where scales are of the tensor) are not seen:
+    `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1

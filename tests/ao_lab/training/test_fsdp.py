@@ -20,6 +20,7 @@ from ao_lab.training.fsdp import (
     GatheredLinear,
     _remember_scales,
     gather_recipe,
+    tell,
     weight_rows_everywhere,
 )
 from ao_lab.training.scales_over_ranks import magnitudes, scales_of
@@ -292,6 +293,31 @@ def test_a_shard_is_quantized_once_until_it_is_written_to(write, monkeypatch):
     weight.dense.add_(1)
     assert sent()[1] is not kept
     assert len(inspect.signature(weight.fsdp_pre_all_gather).parameters) == 5
+
+
+@pytest.mark.parametrize("write", [lambda w: w[0].fill_(2), lambda w: w.t().mul_(2)])
+def test_a_shard_whose_memory_a_plain_tensor_has_is_quantized_at_every_gather(write):
+    """Writes to a row are seen by nobody. A view that is a shard, and other operations, leave what was sent."""
+    weight = CastOnGather(torch.randn(8, 64), RECIPES["rowwise"].output.b.scheme)
+    given = Mesh(), torch.Size((16, 64)), (64, 1), nn.Module(), MixedPrecisionPolicy()
+    first = weight.fsdp_pre_all_gather(*given)
+    assert weight[2:4].sum() + weight.view(-1).sum() + (weight * 2).sum() != 0
+    assert weight.fsdp_pre_all_gather(*given) is first
+    for _ in range(2):
+        write(weight)
+        (codes, *_), _ = weight.fsdp_pre_all_gather(*given)
+        assert torch.equal(codes, fast.quantize(weight.dense, weight.scheme).codes)
+
+
+def test_a_collective_is_taken_for_a_write():
+    known = CastOnGather(torch.ones(2, 2), SCHEMES["fp8_rowwise"]).known
+    for func, left in (
+        (torch.ops.c10d.allreduce_.default, None),
+        (torch.ops.aten.add.Tensor, "what was sent"),
+    ):
+        known.sent = "what was sent"
+        tell(known, func)
+        assert known.sent == left
 
 
 def test_precomputed_scales_lie_where_kernels_read_at_once():
