@@ -223,7 +223,12 @@ def texts_of(
     """The text that is measured on, and that of calibration; a corpus is the folder of those that have a name."""
     has_name = [str(one) in NAMED for one in (text, calibration)]
     source = source_of(text, corpus if has_name[0] or not has_name[1] else None)
-    return source, None if calibration is None else source_of(calibration, corpus if has_name[1] else None)
+    if calibration is None:
+        return source, None
+    try:
+        return source, source_of(calibration, corpus if has_name[1] else None)
+    except WrongInput as error:
+        raise WrongInput(str(error).replace("--text", "--calibration")) from error
 
 
 def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mapping[str, Any]) -> None:

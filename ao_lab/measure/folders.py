@@ -83,7 +83,15 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     hide_progress()
     with warnings.catch_warnings(), wrong_input():
         warnings.simplefilter("ignore")
-        result: nn.Module = dense_model(folder, dtype="auto", **more)
+        try:
+            result: nn.Module = dense_model(folder, dtype="auto", **more)
+        except RuntimeError as error:
+            # What transformers tells of weights that do not fit into the model of config.json.
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise WrongInput(
+                f"{folder}: config.json describes weights of other shapes than the files have; fetch the folder again"
+            ) from error
     return result.eval()
 
 

@@ -1,8 +1,8 @@
 """Targets of accuracy, from rows of language models: what the best method leaves of rounding's loss, in each scheme.
 
 The best method on a text is the one that recovers most of rounding's KL divergence on the run's other text. Held to a bound are
-the change of the loss on WikiText-2, the share of the perplexity gap to the dense model that is closed (on each text), and that
-no method is worse than rounding on a text (the least share of the KL divergence that the best method recovers).
+the change of the loss of SmolLM2 on WikiText-2, the share of the perplexity gap to the dense model that is closed (on each
+text), and that no method is worse than rounding on a text (the least share of the KL divergence that the best method recovers).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from experiments.report.targets import Limit, RunTargets, Target, limits
 
 #: Metrics of ``targets.csv`` beside those of rows.
 GAP, LEAST = "perplexity gap closed", "least recovered"
-#: How the name of the text begins on which the loss is held to a bound.
-WIKITEXT = "wikitext"
+#: How the names begin of the text and of the models whose loss is held to a bound.
+WIKITEXT, MODELS = "wikitext", "SmolLM2"
 METRICS = (CHANGE, GAP, LEAST)
 
 
@@ -50,8 +50,8 @@ def targets_of(run: RealRun, limit: Limit) -> list[Target]:
 
 
 def value_of(run: RealRun, text: str, limit: Limit) -> float | None:
-    """What the line is about on a text; None where it was not measured, or where the text is none of the line's."""
-    if limit.metric == CHANGE and not text.startswith(WIKITEXT):
+    """What the line is about on a text; None where it was not measured, or where text or model are none of the line's."""
+    if limit.metric == CHANGE and not (text.startswith(WIKITEXT) and run.model.startswith(MODELS)):
         return None
     if limit.metric == LEAST:
         least = [

@@ -41,8 +41,8 @@ PARTS = (LARGE, PTQ)
 KIND, DATA = "shapes", "random weights"
 TIME, ESTIMATE, BLOCK = "time", "time, estimated", "time of a block"
 MEMORY, IN_ALL = "memory over the model", "memory in all"
-#: The setting and the method of a whole run of `ptq`.
-PTQ_SETTING, PTQ_METHOD = "1B shapes, reproduce ptq --model", "all schemes"
+#: What is measured of a whole run of `ptq`, behind its shapes, and its method.
+PTQ_SETTING, PTQ_METHOD = "reproduce ptq --model", "all schemes"
 #: Sequences of a batch.
 BATCH = 4
 
@@ -110,6 +110,11 @@ ARMS: dict[str, Arm] = {
 def shapes_of(settings: Settings) -> Shapes:
     """The shapes of a run."""
     return LLAMA_8B if published_shapes(settings) else TINY
+
+
+def ptq_shapes(settings: Settings) -> Shapes:
+    """The shapes of the model on which all of `ptq` is run."""
+    return LLAMA_1B if published_shapes(settings) else TINY
 
 
 def random_model(shapes: Shapes, layers: int, device: str) -> Any:
@@ -270,18 +275,19 @@ def rows_of(settings: Settings, setting: str, method: str, values: Values) -> li
 def whole_ptq(settings: Settings, journal: Journal, deadline: Deadline, failed: list[Row]) -> None:
     """A whole run of `ptq --model` on a random model: its seconds, and how many lines it measured."""
     table = table_name(KIND, settings.scale, DATA)
-    if journal.finished(table, PTQ_SETTING, PTQ_METHOD, settings.seed):
+    setting = f"{ptq_shapes(settings).name}, {PTQ_SETTING}"
+    if journal.finished(table, setting, PTQ_METHOD, settings.seed):
         return
     reason = deadline.reason()
     values = status(reason) if reason else attempt(lambda: ptq_values(settings, deadline))
-    keep(journal, failed, rows_of(settings, PTQ_SETTING, PTQ_METHOD, values))
+    keep(journal, failed, rows_of(settings, setting, PTQ_METHOD, values))
 
 
 def ptq_values(settings: Settings, deadline: Deadline) -> Values:
     """What the run took; where the deadline ended it, an estimate by the share of the lines that it reached."""
     from experiments.ptq.real import run_real
 
-    shapes = LLAMA_1B if published_shapes(settings) else TINY
+    shapes = ptq_shapes(settings)
     few: dict[str, Any] = {} if shapes is LLAMA_1B else {"windows": 2, "length": 32}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "random-model"

@@ -66,16 +66,17 @@ def targets_of(results: Results) -> list[Target]:
         if value is not None:
             factor, unit = (1.0, "s") if limit.metric == TIME else (1e-9, "GB")
             name = f"{limit.key}: {ESTIMATE if estimated else limit.metric}"
+            name += "" if limit.metric == TIME else f", {value[0].rpartition(', ')[2]}"
             found.append(
-                limit.target(name, value * factor, unit=unit, value_format=".1f", limit_format=".0f")
+                limit.target(name, value[1] * factor, unit=unit, value_format=".1f", limit_format=".0f")
             )
     return found
 
 
-def of_method(results: Results, method: str, metric: str) -> float | None:
-    """The value of a method at the setting with the most blocks that has one: the last that was measured."""
-    values = [results.value(setting, method, metric) for setting in results.settings]
-    return next((value for value in reversed(values) if value is not None), None)
+def of_method(results: Results, method: str, metric: str) -> tuple[str, float] | None:
+    """A method's setting with the most blocks that has a value, the last that was measured, and the value."""
+    values = [(setting, results.value(setting, method, metric)) for setting in results.settings]
+    return next(((setting, value) for setting, value in reversed(values) if value is not None), None)
 
 
 __all__ = ["sections", "targets_by_run"]

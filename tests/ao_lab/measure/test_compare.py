@@ -11,6 +11,7 @@ from torch import nn
 import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
+from ao_lab.install.extras import WrongInput
 from ao_lab.measure.compare import Remembered, made_from
 from ao_lab.measure.comparison import Comparison
 from ao_lab.measure.evaluate import fingerprint
@@ -306,6 +307,7 @@ def test_logits_are_kept_while_they_fit(monkeypatch):
         (["nf4"], {"length": 65}, "takes at most 64 tokens"),
         (["nf4"], {"text": "nowhere"}, "is no file"),
         (["nf4"], {"methods": ["gptq"]}, "gptq needs calibration data"),
+        (["nf4"], {"methods": ["gptq"], "calibration": "nowhere"}, "^--calibration nowhere is no file"),
         (["nf4"], {"methods": ["gptk"]}, "unknown method 'gptk'"),
         (["nf4"], {"new_tokens": -1}, "new_tokens is 0 or more"),
         (["nf4"], {"new_tokens": 49}, "the new tokens are 65, and the model takes at most 64"),
@@ -317,6 +319,17 @@ def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
     monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(ValueError, match=said):
         compare(folder / "base", configs, **given(folder, **wrong))
+
+
+def test_weights_of_other_shapes_than_the_configuration(folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder / "base", model)
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"vocab_size": 2 * fields["vocab_size"]}))
+    with pytest.raises(
+        WrongInput, match=r"config\.json describes weights of other shapes than the files have"
+    ):
+        compare(model, ["nf4"], **given(folder))
 
 
 def test_models_that_cannot_be_compared(folder):

@@ -17,15 +17,15 @@ VALUES = {
 }  # fmt: skip
 
 
-def rows(scale="full"):
+def rows(scale="full", model="SmolLM2-135M"):
     here = Settings(scale=scale, device="cpu", cache=Path("nowhere"))
-    made = here.rows("calibration", f"{REAL}a model", MODEL, "file", "file", {"parameters": (1.0, "")})
+    made = here.rows("calibration", f"{REAL}{model}", MODEL, "file", "file", {"parameters": (1.0, "")})
     for text, methods in VALUES.items():
         for method, (perplexity, change, recovered) in methods.items():
             values = {"perplexity": (perplexity, ""), CHANGE: (change, "nat")}
             values |= {} if recovered is None else {RECOVERED: (recovered, "%")}
             setting = "weights" if method == "bfloat16" else "int3_g64_asymmetric"
-            made += here.rows("calibration", f"{REAL}a model", text, setting, method, values)
+            made += here.rows("calibration", f"{REAL}{model}", text, setting, method, values)
     return made
 
 
@@ -49,3 +49,9 @@ def test_a_gap_needs_both_its_ends(left):
 
 def test_short_runs_are_held_to_nothing():
     assert page.targets_by_run(rows("quick")) == []
+
+
+def test_losses_of_another_model_are_held_to_no_bound_of_this_one():
+    names = [one.name for one in page.targets_by_run(rows(model="gemma-3-270m"))[0].targets]
+    assert len(names) == 4
+    assert not [one for one in names if CHANGE in one]

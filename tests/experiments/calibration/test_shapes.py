@@ -89,7 +89,17 @@ def test_a_run_that_was_ended_is_estimated_by_the_lines_that_it_reached():
 @pytest.mark.nightly
 def test_a_whole_run_of_ptq_on_a_random_model():
     (found,) = {row.setting for row in run.run(replace(HERE, only=(PTQ,)))}
-    assert found == shapes.PTQ_SETTING
+    assert found == "tiny shapes, reproduce ptq --model"
+
+
+@pytest.mark.parametrize(
+    ("scale", "device", "name"), [("full", "cuda", "1B shapes"), ("full", "cpu", "tiny shapes")]
+)
+def test_rows_name_the_shapes_of_the_model_that_ptq_ran_on(monkeypatch, scale, device, name):
+    monkeypatch.setattr(shapes, "ptq_values", lambda settings, deadline: {TIME: (1.0, "s")})
+    monkeypatch.setattr(Settings, "device_name", device)
+    rows = run.run(replace(HERE, scale=scale, device=device, only=(PTQ,)))
+    assert {row.setting for row in rows} == {f"{name}, reproduce ptq --model"}
 
 
 def test_the_page_holds_times_to_their_targets(monkeypatch):
@@ -100,7 +110,7 @@ def test_the_page_holds_times_to_their_targets(monkeypatch):
     (run_,) = page.targets_by_run(rows)
     assert [(str(one), one.reached) for one in run_.targets] == [
         ("gptq: time, estimated 91.0 of 90 s", False),
-        ("gptq: memory over the model 15.0 of 16 GB", True),
+        ("gptq: memory over the model, 3 of 32 blocks 15.0 of 16 GB", True),
     ]
     whole = here.rows(
         "calibration", KIND, shapes.DATA, "8B shapes, 32 of 32 blocks", "gptq", {TIME: (80.0, "s")}
