@@ -37,6 +37,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def to_write(p: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter as a plain tensor that a step writes to; a weight that FSDP2 gathers quantized
+    (`ao_lab.training.fsdp.CastOnGather`) counts that, so that what was made of it is made anew."""
+    part = local(p.detach())
+    return part.to_write() if hasattr(part, "to_write") else part
+
+
 def on_any_rank(flag: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """A flag of one element, in place the largest of all ranks that have a part of a parameter: each of them has to call it."""
     groups: dict[str, tuple[Any, str]] = {}
@@ -192,7 +199,7 @@ def slot_of(
     result = moment("exp_avg")
     assert result is not None
     return Slot(
-        local(p.detach()), local(grad).contiguous(), state["step"], result, moment("exp_avg_sq"),
+        to_write(p), local(grad).contiguous(), state["step"], result, moment("exp_avg_sq"),
         None if error is None else local(error), number, first, inside,
     )  # fmt: skip
 

@@ -56,6 +56,7 @@ from ao_lab.config.recipe import Recipe as Storage
 from ao_lab.tensor.fsdp import Metadata, gathered_parts, refill, sent, whole_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.training.products import is_captured
 from ao_lab.training.scales_over_ranks import amax_over, apart, magnitudes, scales_of
 from ao_lab.transforms.layers import check_model
 from reference import Quantized, Scales, Scheme
@@ -96,11 +97,15 @@ class Amax:
     shared: bool = False
     #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
     form: tuple[tuple[Any, ...], Metadata] | None = None
+    #: Whether a CUDA graph has an operation that writes to the shard: replays of it cannot be seen.
+    replayed: bool = False
 
     def written(self) -> None:
         """Count an operation that writes to the shard; what was made of its values is let go."""
         self.writes += 1
         self.sent = None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            self.replayed = True
 
 
 @lru_cache(maxsize=256)
@@ -174,6 +179,11 @@ class CastOnGather(torch.Tensor):
         )
         shard.dense, shard.scheme, shard.known = dense, scheme, Amax() if known is None else known
         return shard
+
+    def to_write(self) -> torch.Tensor:
+        """The tensor inside, for a kernel that writes to it by its address; counted as a write."""
+        self.known.written()
+        return self.dense
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -532,15 +542,17 @@ def weight_rows_everywhere(rows: int, ranks: int) -> bool:
 
 def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     """What changes with the weight: how often it was written to as the module's parameter, as a shard, and as what files hold.
+    Where a CUDA graph writes to it, or what is asked here is captured in one, no two are equal.
 
     Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
-    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it; one
-    to a row of the shard or by a collective, where scales are of the tensor) are not seen:
+    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it,
+    `to_local()` in inference mode; one to a row of the shard or by a collective, where scales are of the tensor) are not seen:
     `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1
-    return own, weight.known.writes, weight.dense._version
+    counted = own, weight.known.writes, weight.dense._version
+    return (*counted, next(_numbers)) if weight.known.replayed or is_captured(weight.dense) else counted
 
 
 def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...]) -> None:

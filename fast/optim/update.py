@@ -38,7 +38,7 @@ class Updates:
     def __call__(
         self, slots: Sequence[Slot], rule: Rule, *, group: int = 0, skip: torch.Tensor | None = None
     ) -> None:
-        """One step of every parameter, in place; `step` of each becomes one more.
+        """One step of every parameter, in place, which its version counts; `step` of each becomes one more.
 
         group: a number that tells rules of one optimizer apart. skip: float32 of one element on the GPU of the parameters, not
         0 where the step is to be left out; of parameters on a CPU there is none.
@@ -57,6 +57,8 @@ class Updates:
         for slot, copied in zip(slots, whole, strict=True):
             if copied is not slot:
                 _give_back(slot, copied)
+        # They were written to by their addresses, of which torch knows nothing.
+        torch.autograd.graph.increment_version([slot.p for slot in slots if not slot.p.is_inference()])
 
     def _on_device(self, slots: Sequence[Slot], rule: Rule, group: int, skip: torch.Tensor | None) -> None:
         from fast.kernels.optim import host

@@ -13,8 +13,10 @@ from torch.distributed.tensor import Shard
 
 from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit, base
 from ao_lab.optim.slots import lead_axes, like, moment_of, put_moment, slot_of
+from ao_lab.training.fsdp import CastOnGather
 from fast.optim import update
 from fast.optim.update import Moment, Rule, Slot, Updates
+from reference import SCHEMES
 from reference.optim.states import STATES
 from tests.support.distributed.ranks import check_on_ranks
 
@@ -370,6 +372,19 @@ def test_shards_of_a_vector_round_as_the_whole():
     for expected, *found in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat(found), expected)
     assert not torch.equal(p, whole[0])
+
+
+def test_steps_by_address_count_as_writes(monkeypatch):
+    """Of a parameter, and of a weight that FSDP2 gathers quantized, whose codes are old then."""
+    monkeypatch.setattr(update, "_by_loop", lambda slot, rule: slot.p.numpy().fill(2) is None)
+    dense = torch.ones(64, 128)
+    gathered, plain = torch.nn.Parameter(CastOnGather(dense, SCHEMES["fp8_rowwise"])), parameter()
+    gathered.grad = torch.ones_like(dense)
+    versions = plain._version, gathered.known.writes
+    AdamW8bit([plain, gathered]).step()
+    assert (plain._version, gathered.known.writes) == (versions[0] + 1, versions[1] + 1)
+    assert torch.equal(plain, dense)
+    assert torch.equal(dense, torch.full_like(dense, 2))
 
 
 def test_ranks_raise_for_a_step_that_was_left_out_in_the_same_step(monkeypatch):

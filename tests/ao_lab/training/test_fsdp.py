@@ -13,6 +13,7 @@ import ao_lab
 import fast
 from ao_lab.tensor.quantized_tensor import quantized
 from ao_lab.testing.strategies import assert_same_quantized
+from ao_lab.training import fsdp as hooks
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.casts import weight_columns, weight_rows
 from ao_lab.training.fsdp import (
@@ -318,6 +319,21 @@ def test_a_collective_is_taken_for_a_write():
         known.sent = "what was sent"
         tell(known, func)
         assert known.sent == left
+
+
+def test_nothing_is_sent_again_that_a_cuda_graph_writes(monkeypatch):
+    """Its replays are not seen; nor is a gather captured without what it sends."""
+    weight = CastOnGather(torch.randn(8, 64), RECIPES["rowwise"].output.b.scheme)
+    given = Mesh(), torch.Size((16, 64)), (64, 1), nn.Module(), MixedPrecisionPolicy()
+    first = weight.fsdp_pre_all_gather(*given)
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "is_captured", lambda x: True)
+        assert weight.fsdp_pre_all_gather(*given) is not first
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        weight.mul_(2)
+    assert weight.fsdp_pre_all_gather(*given) is not weight.fsdp_pre_all_gather(*given)
 
 
 def test_precomputed_scales_lie_where_kernels_read_at_once():

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
+from ao_lab.optim import AdamW8bit
 from ao_lab.training import fsdp as hooks
 from ao_lab.training.fsdp import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE
@@ -229,8 +230,9 @@ def compare_quantized_once():
 
     with mock.patch.object(hooks, "quantized_shard", count):
         assert (quantized(), quantized()) == (4, 0)
-        torch.optim.AdamW(net.parameters(), 1e-3).step()
-        assert quantized() == 4
+        for optimizer in (torch.optim.AdamW, AdamW8bit):
+            optimizer(net.parameters(), 1e-3).step()
+            assert quantized() == 4, optimizer
         stored = net.state_dict()["0.up.weight"]
         for written in (
             net[0].up.weight,
