@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 import ao_lab  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
-from experiments.runs.real_models import COUNT, LENGTH  # noqa: E402
 
 #: Marks of each table, by the name of its function.
 MARK = "<!-- {0}: python docs/choose.py -->\n", "<!-- end of {0} -->\n"
@@ -141,14 +140,22 @@ def configurations() -> str:
         + [", ".join(clients(one))]
         for one in ENTRIES
     ]
-    told = ", ".join(f"{name} on {windows_of(table_of(model))}" for name, model in measured().items())
+    told = ", ".join(f"{name} on {windows_of('ptq', table_of(model))}" for name, model in measured().items())
     return markdown([*head, "read by"], lines) + f"\nPerplexities: {told}.\n"
 
 
-def windows_of(table: str) -> str:
-    """How much text a table of a real model is measured on."""
-    scale = "full" if "/full/" in table else "quick"
-    return f"{COUNT[scale]} windows of {LENGTH[scale]} tokens"
+def windows_of(experiment: str, table: str) -> str:
+    """How much text a table of a real model is measured on, as its rows say; ValueError where they differ."""
+    rows = [row for key, found in indexed(experiment).items() if key[0] == table for row in found.values()]
+    counts = []
+    for metric in ("windows", "tokens of a window"):
+        found = {row.value for row in rows if row.metric == metric}
+        if len(found) != 1:
+            raise ValueError(
+                f"{table} of {experiment} has rows with {metric} {sorted(found)}; measure all of it on one text"
+            )
+        counts.append(int(found.pop()))
+    return f"{counts[0]} windows of {counts[1]} tokens"
 
 
 def summary() -> str:
@@ -174,7 +181,7 @@ def calibration() -> str:
         ]
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
     head = ["scheme", "rounding", *METHODS.values()]
-    return markdown(head, lines) + f"\nPerplexities: {MODEL} on {windows_of(table)}.\n"
+    return markdown(head, lines) + f"\nPerplexities: {MODEL} on {windows_of('calibration', table)}.\n"
 
 
 def generation() -> str:

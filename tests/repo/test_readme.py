@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,25 @@ def test_tables_of_results():
     choose = loaded("choose")
     tables = [(page, table) for page, tables in choose.PAGES.items() for table in tables]
     assert [one for one in tables if choose.shown(*one) != getattr(choose, one[1])()] == []
+
+
+def test_windows_are_those_of_the_rows(monkeypatch):
+    """Not those that a scale has by default; a table of several texts has none."""
+    choose = loaded("choose")
+
+    def rows(*counts):
+        made = {"windows": counts, "tokens of a window": (1024,)}
+        return {
+            ("t", "s", str(number), metric): {"cpu": SimpleNamespace(metric=metric, value=float(count))}
+            for metric, found in made.items()
+            for number, count in enumerate(found)
+        }
+
+    monkeypatch.setattr(choose, "indexed", lambda experiment: rows(7, 7))
+    assert choose.windows_of("ptq", "t") == "7 windows of 1024 tokens"
+    monkeypatch.setattr(choose, "indexed", lambda experiment: rows(7, 8))
+    with pytest.raises(ValueError, match=r"t of ptq has rows with windows \[7.0, 8.0\]"):
+        choose.windows_of("ptq", "t")
 
 
 def test_the_first_page_is_short():
