@@ -49,9 +49,10 @@ def forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights. ValueError for what it would leave out."""
-    if isinstance(key, StoredStates) and key.fresh is not None and query.shape[2] > 1:
-        key, value, attention_mask = fresh_states(key, value, attention_mask)
     others = [name for name in ("softcap", "position_bias", *UNKNOWN) if kwargs.get(name) is not None]
+    # Where there are others, the cache's attention takes its states, and of a position bias their part.
+    if not others and isinstance(key, StoredStates) and key.fresh is not None and query.shape[2] > 1:
+        key, value, attention_mask = fresh_states(key, value, attention_mask)
     if others and query.shape[2] >= FEWEST_QUERIES:
         warn_once(f"it has no {others[0]}")
     if isinstance(key, StoredStates) or others:

@@ -352,6 +352,11 @@ def test_drafts_of_encoder_decoder(prompt, name):
     ao_lab.use_kv_cache_(model, "bfloat16")
     assert torch.equal(model.generate(**call), expected)
     assert torch.equal(model.generate(**call, assistant_model=assistant), expected)
+    # With attention in 8 bits beside, which hands on what has a position bias, and few queries.
+    call["decoder_input_ids"] = torch.tensor([[0, 5, 7]])
+    expected = model.generate(**call)
+    ao_lab.use_attention_(model, "int8")
+    assert torch.equal(model.generate(**call), expected)
 
 
 def test_refused_attention():
