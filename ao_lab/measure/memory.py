@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: What errors without a class of their own say: of a CPU's allocator, of CUDA beside torch's allocator, of cuBLAS.
+FULL = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a GPU, this process or the allocator of a CPU has no room left."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(one in str(error) for one in FULL)
 
 
 def held_bytes(model: nn.Module) -> int:

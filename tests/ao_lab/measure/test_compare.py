@@ -15,6 +15,7 @@ from ao_lab.install.extras import WrongInput
 from ao_lab.measure.compare import Remembered, made_from
 from ao_lab.measure.comparison import Comparison
 from ao_lab.measure.evaluate import fingerprint
+from ao_lab.measure.memory import out_of_memory
 from tests.support.models import fake_harness
 from tests.support.models.hf_models import WORDS, save_llama
 
@@ -319,6 +320,21 @@ def test_what_does_not_fit(folder, configs, wrong, said, monkeypatch):
     monkeypatch.setattr("ao_lab.measure.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(ValueError, match=said):
         compare(folder / "base", configs, **given(folder, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (KeyError("CUDA error: out of memory"), False),
+    ],
+)
+def test_errors_of_full_memory(error, full):
+    assert out_of_memory(error) is full
 
 
 def test_weights_of_other_shapes_than_the_configuration(folder, tmp_path):
