@@ -43,7 +43,9 @@ from fast.kernels.attention.quantize_heads import (
     tokens_of_scale,
     width_of,
 )
+from fast.kernels.bits import float_of
 from fast.kernels.rules.elements import e4m3_value, encode
+from fast.kernels.rules.statistics import larger
 from fast.kernels.scheme.constants import element_of
 from fast.launch.call import FLOAT_NAMES
 from fast.launch.launcher import interpreted
@@ -116,7 +118,8 @@ def _tiles(
         if BY_TOKEN:
             s = s * tl.load(k_scale + at + n)[None, :]
         else:
-            factor = row_factor * tl.load(k_scale + at // 128)
+            # Of zeros by zeros the least number, or what is hidden would be infinity times 0.
+            factor = larger(row_factor * tl.load(k_scale + at // 128), float_of(tl.full((), 1, tl.int32)))
         if MASKED:
             key = at + n
             seen = (key < keys)[None, :]

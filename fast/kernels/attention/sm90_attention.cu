@@ -247,7 +247,8 @@ __device__ __forceinline__ void raise(Rows& rows, const float (&found)[2], float
     float most = found[r];
     most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, 2));
-    rows.c[r] = rows.factor[r] * k_scale;
+    // Of zeros by zeros the least number, or what is hidden would be infinity times 0. NaN stays.
+    asm("max.NaN.f32 %0, %1, 0f00000001;" : "=f"(rows.c[r]) : "f"(rows.factor[r] * k_scale));
     const float top = fmaxf(rows.top[r], ceilf(most * rows.c[r]));
     const float at = top == -__int_as_float(0x7F800000) ? 0.0f : top;  // no difference of infinities
     rows.shrink[r] = exponential(rows.top[r] - at);

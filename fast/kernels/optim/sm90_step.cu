@@ -279,8 +279,8 @@ __device__ __forceinline__ u32 rounded(float low, float high, u32 random, u32* e
     pair = __byte_perm(errors[0] + 0x8000, errors[1] + 0x8000, 0x7632);
   } else if constexpr (ROUNDS != 0) {
     // The even element takes the upper half of their word.
-    const u32 a = min(static_cast<int>(pattern(low)), 0x7FFF0000) + (random >> 16);
-    const u32 b = min(static_cast<int>(pattern(high)), 0x7FFF0000) + (random & 0xFFFF);
+    const u32 a = min(static_cast<int>(pattern(low)), static_cast<int>(NAN_BITS)) + (random >> 16);
+    const u32 b = min(static_cast<int>(pattern(high)), static_cast<int>(NAN_BITS)) + (random & 0xFFFF);
     pair = __byte_perm(a, b, 0x7632);
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

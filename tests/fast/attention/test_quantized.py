@@ -66,7 +66,7 @@ class TestKernels:
         ("what", "names"),
         [
             pytest.param("codes", "int8,int8_block,fp8", marks=pytest.mark.nightly),
-            ("attend", "causal,window"),
+            ("attend", "causal,window,zeros"),
             pytest.param("attend", "all,offset,mask,few keys,wide", marks=pytest.mark.nightly),
         ],
     )

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -81,15 +80,15 @@ FLOOR = 10.06
 
 
 def bits() -> None:
-    """Every case on many shapes, three steps."""
-    for case in (*CASES, *MORE):
+    """Every case on many shapes, three steps; by Triton's kernel, and where the one in CUDA C++ takes it by that one."""
+    for (name, around), case in product({"Triton": by_triton, "as taken": by_cuda}.items(), (*CASES, *MORE)):
         rule, slots, stored = slots_of(case, torch.device("cuda"), np.random.default_rng(0), SHAPES)
         try:
-            print(
-                f"bits {case.name}: {compared(case, rule, slots, stored, steps=3)} values agree", flush=True
-            )
+            with around():
+                count = compared(case, rule, slots, stored, steps=3)
+            print(f"bits {case.name}, {name}: {count} values agree", flush=True)
         except AssertionError as error:
-            print(f"bits {case.name}: DIFFERENT: {error}", flush=True)
+            print(f"bits {case.name}, {name}: DIFFERENT: {error}", flush=True)
 
 
 def classes() -> None:
@@ -187,7 +186,7 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
 
 
 def tune(rows: list[dict[str, object]]) -> None:
-    """Tiles, warps, tiles of a program and stages, by kind of states."""
+    """Tiles, warps, tiles of a program and stages of Triton's kernel, by kind of states."""
     ps = parameters()
     for kind, make in TUNED.items():
         settings = {
@@ -198,7 +197,7 @@ def tune(rows: list[dict[str, object]]) -> None:
         for name, setting in settings.items():
             one = make(ps, lr=1e-4, nonfinite="propagate")
             KEPT.append(one)
-            with mock.patch.dict(host.PLANS, dict.fromkeys(host.PLANS, host.Plan(*setting))):
+            with by_triton(), mock.patch.dict(host.PLANS, dict.fromkeys(host.PLANS, host.Plan(*setting))):
                 steps[name] = graphed(one.step)
         timed(steps, rows)
         best = min((row for row in rows if row["method"] in settings), key=lambda row: row["ms"])["method"]
@@ -211,15 +210,20 @@ def by_triton() -> Any:
     return mock.patch.object(sm90_step, "taken", return_value=None)
 
 
+def by_cuda() -> Any:
+    """The kernel in CUDA C++ steps all that it takes, states in 8 bits too."""
+    return mock.patch.object(sm90_step, "QUICKER", {4, 8})
+
+
 def alike() -> None:
     """Both kernels at full size, three steps from the same states: all that they write, bit for bit."""
     for kind, make in TUNED.items():
         steps = []
-        for around in (by_triton, nullcontext):
+        for around in (by_triton, by_cuda):
             torch.manual_seed(0)
             ps = parameters()
             one = make(ps, lr=1e-3, nonfinite="propagate")
-            with around(), mock.patch.object(sm90_step, "QUICKER", {4, 8}):
+            with around():
                 for _ in range(3):
                     one.step()
             used = any(tables.problem is not None for tables in one._updates._launches.tables.values())
@@ -251,7 +255,7 @@ def step(rows: list[dict[str, object]]) -> None:
             around = by_triton() if variant is None else mock.patch.dict(
                 sm90_step.VARIANTS, dict.fromkeys(sm90_step.VARIANTS, variant)
             )  # fmt: skip
-            with around, mock.patch.object(sm90_step, "QUICKER", {4, 8}):
+            with around, by_cuda():
                 steps[f"{kind}, {'Triton' if variant is None else tuple(variant)}"] = graphed(one.step)
         if kind == "4bit":
             one = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
