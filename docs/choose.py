@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +36,7 @@ MODELS = {
     "Gemma-3-270M": "gemma-3-270m",
     "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B-Instruct",
 }
-CHANGE = "perplexity, change"
+CHANGE, RECOVERED = "perplexity, change", "KL, recovered"
 #: Outcomes of a client that has the weights: docs/clients.py.
 READ = ("same bits", "same, other order of sums", "same weights, rounds by itself")
 #: Clients that are the library's own objects in another program, and read no file.
@@ -181,7 +182,29 @@ def calibration() -> str:
         ]
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
     head = ["scheme", "rounding", *METHODS.values()]
-    return markdown(head, lines) + f"\nPerplexities: {MODEL} on {windows_of('calibration', table)}.\n"
+    told = textwrap.fill(
+        f"Perplexities: {MODEL} on {windows_of('calibration', table)}. {other_winners(table)}", 128
+    )
+    return markdown(head, lines) + f"\n{told}\n"
+
+
+def other_winners(table: str) -> str:
+    """A sentence on the schemes whose best method of the table is another by KL divergence, by which the report ranks."""
+    told = []
+    for scheme in SCHEMES:
+        known = {name: value("calibration", table, scheme, name, CHANGE) for name in METHODS}
+        shares = {name: value("calibration", table, scheme, name, RECOVERED) for name in METHODS}
+        best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0)
+        first = max(
+            (name for name in shares if shares[name] is not None), key=lambda name: shares[name] or 0.0
+        )
+        if best != first:
+            told.append(
+                f"of `{scheme.replace(', inputs ', '` x `')}` {METHODS[first]} removes {shares[first]:.0f}% of rounding's, "
+                f"{METHODS[best]} {shares[best]:.0f}%"
+            )
+    words = f", and has another winner there: {'; '.join(told)}" if told else ""
+    return f"The report has more methods and ranks them by KL divergence from the unquantized model{words}."
 
 
 def generation() -> str:

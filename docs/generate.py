@@ -40,6 +40,18 @@ LINK = re.compile(r"\]\((?:\.\./)+reports/([\w-]+)\.md(?:#[\w-]+)?\)")
 LEFT = ("data", "gpu", "*.md", ".lock")
 
 
+#: What people search for, by the page that answers first: entries of its index, which the search ranks above other words.
+SEARCHED = {
+    "faq": ("why is my model not faster", "model not faster", "slower than bfloat16"),
+    "choose": ("laptop", "which configuration"),
+    "glossary": ("perplexity bits/param", "bits per weight", "bits/param"),
+    "migration/torchao": ("migration torchao", "migrate from torchao"),
+    "migration/llm_compressor": ("migration llm-compressor",),
+    "migration/bitsandbytes": ("migration bitsandbytes",),
+    "migration/transformer_engine": ("migration transformer engine",),
+}
+
+
 def connect(app: Any) -> None:
     """Rewrite links as pages are read, and copy the reports when they are written."""
     app.connect("source-read", rewrite)
@@ -47,9 +59,12 @@ def connect(app: Any) -> None:
 
 
 def rewrite(app: Any, name: str, content: list[str]) -> None:
-    """Links of one page; ValueError where there is no such report."""
+    """Links of one page, and its entries of the index; ValueError where there is no such report."""
     up = "../" * name.count("/")
     content[0] = LINK.sub(lambda found: f"](reports:{up}reports/{page(found[1], name)})", content[0])
+    if name in SEARCHED:
+        title, _, rest = content[0].partition("\n")
+        content[0] = f"{title}\n\n```{{index}} {', '.join(SEARCHED[name])}\n```\n{rest}"
 
 
 def page(name: str, source: str) -> str:

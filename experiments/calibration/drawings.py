@@ -123,7 +123,7 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
             panels[setting] = Panel(points, {"": ("#666666", steps(front(points, most=True)))}, {})
     if not panels:
         return None
-    labels = "minutes to choose and quantize", "recovered of rounding's KL (%)"
+    labels = "minutes to choose and quantize", "share of rounding's KL divergence removed (%)"
     figure = front_panels(panels, *labels, COLORS, xlog=True)
     caption = (
         f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "

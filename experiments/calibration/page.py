@@ -65,7 +65,7 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 def best_of(run: RealRun) -> list[str]:
     """A sentence for each text: of each scheme the method that does best on the other text."""
-    sentences, by = [], "that does best on the other text" if len(run.texts) > 1 else "that does best there"
+    sentences, by = [], " (the method was chosen on the other text)" if len(run.texts) > 1 else ""
     for text, results in run.texts.items():
         words = []
         for setting in cases(run):
@@ -75,7 +75,9 @@ def best_of(run: RealRun) -> list[str]:
                 words.append(f"{setting} {number(value, 1)} ± {number(error, 1)}% ({name})")
         if words:
             sentences.append(
-                f"{run.model}, {text} ({run.where.run}), recovered of rounding's KL by the method {by}: {'; '.join(words)}."
+                f"{run.model}, {text} ({run.where.run}), share of the KL divergence of rounding to nearest that a "
+                f"method removes"
+                f"{by}: {'; '.join(words)}."
             )
     return sentences
 
@@ -123,7 +125,7 @@ def missing(run: RealRun) -> list[str]:
         absent = [arm for arm in arms if (setting, arm) not in measured]
         if absent:
             told.append(setting if len(absent) == len(arms) else f"{setting} by {', '.join(absent)}")
-    return [f"**Not measured yet** at this scale: {'; '.join(told)}."] if told else []
+    return [f"**Not measured yet at this scale**: {'; '.join(told)}."] if told else []
 
 
 #: Columns of a table's values.

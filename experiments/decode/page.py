@@ -299,6 +299,9 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
     measured = None
     if found and metric and (one.model, one.hardware) == (MODEL, HARDWARE):
         measured = found[1].value(setting, one.method, metric)
+        if measured is not None and (one.method, metric) == (BFLOAT16, RATE):
+            # What ratios to bfloat16 are over.
+            measured = fastest_bfloat16(found[1])[1]
     return Comparison(
         one.model,
         one.method,

@@ -129,7 +129,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if run is None:
         return []
     text = (
-        "transformers' own generate(), 32 layers of Llama-3.1-8B's shapes, compiled: int4 {int4:.2f} and {int4_16:.2f} times "
+        "transformers' own generate(), 32 layers of Llama-3.1-8B's shapes, compiled: int4 g128 (symmetric) "
+        "{int4:.2f} and {int4_16:.2f} times "
         "as fast as bfloat16 at batch 1 and 16, int8 {int8:.2f} and {int8_16:.2f}"
     )
     one, sixteen = (f"batch {batch}, {COMPILED}" for batch in (1, 16))
@@ -155,7 +156,10 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         for name, theirs in names.items()
         if part
     }
-    what = "speed of transformers' generate(), 32 layers of Llama-3.1-8B's shapes, int4 weights, batch 1, compiled"
+    what = (
+        "speed of transformers' generate(), 32 layers of Llama-3.1-8B's shapes, int4 g128 weights (symmetric), batch 1, "
+        "compiled"
+    )
     return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars)]
 
 

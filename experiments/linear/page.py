@@ -71,12 +71,14 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if run is None:
         return []
     text = (
-        "A layer of 14336 x 4096 with int4 weights in groups of 128 takes {one:.1f} us for one token, {speed:.2f} times"
-        " as fast as bfloat16, and {few:.1f} us for 16; with int8 weights {int8:.1f} us for one"
+        "A layer of 14336 x 4096 with int4 g128 weights (groups of 128, symmetric) takes {one:.1f} us for one token, "
+        "{speed:.2f} times as fast as bfloat16, and {few:.1f} us for 16, {few_speed:.2f} times; with zero points "
+        "(`Int4WeightOnlyConfig()`) {zero:.2f} and {few_zero:.2f} times; with int8 weights {int8:.1f} us for one"
     )
     places = {
         "one": (1, "int4 g128", TIME), "speed": (1, "int4 g128", SPEED), "few": (16, "int4 g128", TIME),
-        "int8": (1, "int8", TIME),
+        "few_speed": (16, "int4 g128", SPEED), "zero": (1, "int4 g128, zero points", SPEED),
+        "few_zero": (16, "int4 g128, zero points", SPEED), "int8": (1, "int8", TIME),
     }  # fmt: skip
     found = {name: run[1].row(setting_of(count), *place) for name, (count, *place) in places.items()}
     return headlines_of(text, **found)
@@ -98,7 +100,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         for name in ("int4 g128", "int8")
     }
     time = number(run[1].value(setting_of(1), "int4 g128", TIME), 1)
-    what = f"speed of a linear layer ({readable(SHAPE)}) with int4 weights, one token"
+    what = f"speed of a linear layer ({readable(SHAPE)}) with int4 g128 weights (symmetric), one token"
     return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars)]
 
 

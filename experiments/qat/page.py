@@ -89,7 +89,10 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         mine = [row for row in found[1].rows if row.metric == RECOVERED and row.method.startswith(prefix)]
         if mine:
             values = [row.value for row in mine]
-            words.append(f"{min(values):.1f} to {max(values):.1f}% with {prefix.removesuffix('_')} weights")
+            names = ", ".join(dict.fromkeys(row.method for row in mine))
+            words.append(
+                f"{min(values):.1f} to {max(values):.1f}% with {prefix.removesuffix('_')} weights ({names})"
+            )
             used += mine
     text = f"Of the loss that quantization costs a small language model, QAT recovers {', '.join(words)}"
     return [Headline(text, used)] if words else []

@@ -214,8 +214,8 @@ def counted(found: Iterable[Comparison]) -> str:
     commands = sum(one.measured is None and bool(one.command) for one in all_of)
     rest = len(all_of) - beside - commands
     return (
-        f"Of {len(all_of)} published accuracies {beside} have a measured one beside, {commands} the command that "
-        f"measures it, {rest} neither but the reason"
+        f"Of {len(all_of)} published accuracies {beside or 'none'} {'are' if beside > 1 else 'is'} measured here, for "
+        f"{commands} the table names the command that measures it, for {rest} the reason why there is none"
     )
 
 

@@ -22,6 +22,8 @@ FILE = "history.csv"
 WIDTH, HEIGHT, MARGIN = 120, 28, 3
 #: Changes up to this many percent are those of two measurements of the same code.
 NOISE = 2.0
+#: The least change that fills the height of a picture: of a value a share of it, of a difference or a share itself points.
+LEAST_SHARE, LEAST_POINTS = 0.25, 5.0
 #: Units of differences and shares, whose change in percent says nothing.
 DIFFERENCES = ("%", "points")
 
@@ -39,23 +41,35 @@ class History:
         lines = []
         for place, row in enumerate(self.rows):
             change = changed(self.rows[place - 1], row) if place else ""
-            lines.append([row.date[:10], row.commit, f"{short(row.value)} {row.unit}".strip(), change])
+            lines.append([row.date[:10], row.commit, worded(row), change])
         columns = ["measured", "commit", self.rows[-1].metric, "change"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
 
     @property
     def line(self) -> str:
-        """The points of a small picture, as SVG takes them; nothing of fewer than two."""
+        """The points of a small picture, as SVG takes them; nothing of fewer than two. Small changes look small (`least`)."""
         values = [row.value for row in self.rows]
         if len(values) < 2:
             return ""
-        low, high = min(values), max(values)
-        across, up = (WIDTH - 2 * MARGIN) / (len(values) - 1), (HEIGHT - 2 * MARGIN) / ((high - low) or 1)
+        span = max(max(values) - min(values), self.least)
+        low = (max(values) + min(values) - span) / 2
+        across, up = (WIDTH - 2 * MARGIN) / (len(values) - 1), (HEIGHT - 2 * MARGIN) / (span or 1)
         places = (
             (MARGIN + place * across, HEIGHT - MARGIN - (value - low) * up)
             for place, value in enumerate(values)
         )
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+    @property
+    def least(self) -> float:
+        """The least change that fills the height of the picture."""
+        largest = max(abs(row.value) for row in self.rows)
+        return LEAST_POINTS if self.rows[-1].unit in DIFFERENCES else LEAST_SHARE * largest
+
+    @property
+    def ends(self) -> str:
+        """The first and the last value, which stand beside the picture."""
+        return f"{short(self.rows[0].value)} to {short(self.rows[-1].value)}"
 
     @property
     def words(self) -> str:
@@ -65,6 +79,11 @@ class History:
             f"{len(self.rows)} measurements, from {short(first.value)} on {first.date[:10]} to {short(last.value)} on "
             f"{last.date[:10]}"
         )
+
+
+def worded(row: Row) -> str:
+    """A value with its unit; a ratio as "2.908x"."""
+    return f"{short(row.value)}x" if row.unit == "ratio" else f"{short(row.value)} {row.unit}".strip()
 
 
 def changed(before: Row, row: Row) -> str:

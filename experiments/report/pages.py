@@ -75,6 +75,8 @@ def packed(data: bytes) -> str:
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 #: Lines of a table in Markdown, and of all tables of a page; longer and later ones are in HTML alone.
 MOST_LINES, MOST_OF_PAGE = 40, 400
+#: Characters of a paragraph in Markdown; longer ones that list something are folded.
+FOLDED = 800
 #: Characters of the tables of a page, and of one of its further pages of tables; tags included, about.
 MOST_OF_TABLES, MOST_OF_FURTHER = 150_000, 250_000
 #: Numbers of the first screen.
@@ -152,6 +154,12 @@ class Page:
         }
         return [name for name in methods if name in first]
 
+    @property
+    def menu(self) -> list[tuple[str, str]]:
+        """The parts of its page, each as address and title."""
+        found = addresses(self.sections, "section")
+        return [*found, ("published", "Published values and ours")] if self.board.tables else found
+
     @cached_property
     def further(self) -> list[list[tuple[Section, Table]]]:
         """The tables that its page has no room for, in pages of their own."""
@@ -167,6 +175,11 @@ class Page:
     def number(self, table: Table) -> int:
         """The place of a table among all of the experiment's, from 1."""
         return 1 + [id(one) for section in self.sections for one in section.tables].index(id(table))
+
+
+def addresses(parts_of_page: Iterable[Any], kind: str = "question") -> list[tuple[str, str]]:
+    """Address and title of each part of a page, as templates count them."""
+    return [(f"{kind}-{place}", part.title) for place, part in enumerate(parts_of_page, 1)]
 
 
 def further_pages(sections: Sequence[Section]) -> list[list[tuple[Section, Table]]]:
@@ -225,7 +238,7 @@ def write_page(places: Paths, page: Page) -> Written:
     written: Written = []
     for kind in ("md", "html"):
         path = places.reports / f"{page.name}.{kind}"
-        tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
+        tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page), folded=FOLDED))
         written.append((f"{page.name}: page", shown(path)))
     for number, tables in enumerate(page.further, 1):
         path = places.reports / f"{page.name}-tables-{number}.html"
@@ -408,4 +421,5 @@ def render(template: str, **values: object) -> str:
     environment.filters["inline"] = lambda escaped: inline(str(escaped))
     environment.filters["lead"] = lead
     environment.filters["parts"] = parts
+    environment.filters["addresses"] = addresses
     return environment.get_template(template).render(**values)

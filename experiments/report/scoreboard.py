@@ -53,6 +53,8 @@ BETTER: Mapping[str, str] = {
     "error": "less",
     "overhead": "less",
 }
+#: Units as people write them.
+UNITS: Mapping[str, str] = {"ratio": "times"}
 #: Models with more lines than this have a table of their own, so that one benchmark does not hide the others.
 MANY = 40
 
@@ -95,9 +97,13 @@ class Scoreboard:
         """How many published values, and how many accuracies of them, have a measured one: the first sentence of the report."""
         scores = [one for one in self.values if is_accuracy(one)]
         return (
-            f"{measured_of(self.values)} of {len(self.values)} published values have a measured one beside them (same model, "
-            f"method and metric; devices may differ)"
-            + (f", and {measured_of(scores)} of the {len(scores)} accuracies among them" if scores else "")
+            f"{measured_of(self.values)} of {len(self.values)} published values are compared with one measured here (same "
+            "model, method and metric; devices may differ)"
+            + (
+                f"; of the {len(scores)} accuracies among them {measured_of(scores) or 'none'}"
+                if scores
+                else ""
+            )
         )
 
 
@@ -160,7 +166,7 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         better(one.metric),
         short(one.published),
         short(one.measured),
-        one.unit,
+        UNITS.get(one.unit, one.unit),
         one.published_on,
         one.measured_on,
         f"[{sources.index(one.source) + 1}]",

@@ -114,6 +114,8 @@
     if (details.open) enhance(details);
     details.addEventListener("toggle", () => details.open && enhance(details));
   }
+  // A menu closes behind the link that was followed.
+  for (const link of all(".menu a")) link.addEventListener("click", () => { link.closest("details").open = false; });
   const open = () => {
     const found = location.hash.startsWith("#table-") && document.getElementById(location.hash.slice(1));
     if (found) { found.open = true; found.scrollIntoView(); }

@@ -91,6 +91,14 @@ def test_links_to_reports():
         generate.rewrite(None, "faq", ["[a](../reports/none.md)"])
 
 
+def test_pages_are_found_by_what_people_search_for():
+    content = ["# Questions\n\nText."]
+    generate.rewrite(None, "faq", content)
+    assert content[0].startswith("# Questions\n\n```{index} why is my model not faster, ")
+    assert content[0].endswith("```\n\nText.")
+    assert [name for name in generate.SEARCHED if not (ROOT / "docs" / f"{name}.md").is_file()] == []
+
+
 # Every function of arrays states its contract.
 
 

@@ -172,11 +172,11 @@ def test_the_page_says_what_was_not_measured(reproduced):
     """One of the two schemes of the scale was asked for, and all of its methods."""
     _, rows = reproduced
     (one,) = page.real_runs(rows)
-    assert page.missing(one) == ["**Not measured yet** at this scale: mxfp4_rceil."]
+    assert page.missing(one) == ["**Not measured yet at this scale**: mxfp4_rceil."]
     assert page.missing(one)[0] in page.sections(rows)[0].paragraphs
     (part,) = page.real_runs([row for row in rows if row.method != "gptq"])
     assert page.missing(part) == [
-        "**Not measured yet** at this scale: int3_g64_asymmetric by gptq; mxfp4_rceil."
+        "**Not measured yet at this scale**: int3_g64_asymmetric by gptq; mxfp4_rceil."
     ]
 
 

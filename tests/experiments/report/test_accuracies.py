@@ -82,7 +82,7 @@ def test_every_accuracy_is_listed_once_with_a_command_or_a_reason(every):
     found = [one for one in every if accuracies.is_accuracy(one)]
     assert len({(one.model, one.method, one.metric, one.source) for one in found}) == len(found) - 2
     assert all(bool(one.command) != bool(one.reason) for one in found)
-    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 60 the command that measures it, "
+    words = f"Of {len(found)} published accuracies none is measured here, for 60 the table names the command that measures it, "
     assert counted(found).startswith(words)
 
 

@@ -1,8 +1,13 @@
 """The pages in a browser: Debian's Chromium by Playwright. Skipped, with the reason, where either is missing."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 
 from experiments.harness.rows import ROOT
+from experiments.report.pages import ASSETS, TEMPLATES, render
+from experiments.report.scoreboard import scoreboard
 from tests.support.browser import launched
 
 REPORTS = ROOT / "reports"
@@ -61,6 +66,49 @@ def test_headings_are_visible_after_navigation(show, name):
 def test_a_phone_does_not_scroll_sideways(show, name):
     page = show(name, 390, 844)
     page.evaluate("for (const one of document.querySelectorAll('details:not(.table)')) one.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.fixture
+def first_page(tmp_path):
+    """The first page with one experiment and a figure of 640 pixels, without scripts of tables."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "figures").mkdir()
+    for name in ASSETS:
+        shutil.copy(TEMPLATES / name, tmp_path / "assets")
+    (tmp_path / "figures" / "overview.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="300"><rect width="640" height="300"/></svg>'
+    )
+    one = SimpleNamespace(
+        name="ptq",
+        question="How?",
+        main_finding="so",
+        counted="",
+        runs=["short run on CPU"],
+        days="2026-11-29",
+    )
+    card = SimpleNamespace(
+        value="2x",
+        what="speed",
+        beside="bfloat16",
+        run="CPU",
+        day="2026-11-29",
+        row=SimpleNamespace(commit=""),
+    )
+    overview = SimpleNamespace(name="overview", caption="Speed")
+    values = {"pages": [one], "cards": [("ptq", card, None)], "overview": overview, "commit": ""}
+    path = tmp_path / "index.html"
+    path.write_text(render("index.html.j2", scoreboard=scoreboard([]), **values))
+    return path
+
+
+def test_a_phone_shows_devices_and_legible_figures(show, first_page):
+    page = show(first_page, 390, 844)
+    page.wait_for_function("document.querySelector('figure img').complete")
+    assert page.locator("td", has_text="short run on CPU").is_visible()
+    assert page.locator("td", has_text="2026-11-29").is_visible()
+    width, inside = page.locator(".wide").evaluate("(box) => [box.clientWidth, box.scrollWidth]")
+    assert width < 390 < inside == 640
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

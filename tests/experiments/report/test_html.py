@@ -103,7 +103,7 @@ def test_the_first_screen_has_numbers_a_figure_and_the_count():
     cards = [given for tag, given in page.elements if given.get("class") == "card"]
     assert 3 <= len(cards) <= 6
     body = text[text.index("<h1>") :]
-    assert body.index("published values have a measured one") < body.index('class="card"')
+    assert body.index(" published values ") < body.index('class="card"')
     assert text.count("<img ") == 1
     assert len(re.findall(r"<small>[^<]+, \d{4}-\d\d-\d\d, commit [0-9a-f]{8}", text)) == len(cards)
 
@@ -117,8 +117,8 @@ def test_the_count_is_of_the_lines():
         [published("time", 1.0, 2.0), published("perplexity", 8.1, None), published("time", 1.0, None)]
     )
     assert board.counted == (
-        "1 of 3 published values have a measured one beside them (same model, method and metric; devices may differ), and 0 of "
-        "the 1 accuracies among them"
+        "1 of 3 published values are compared with one measured here (same model, method and metric; devices may differ); of "
+        "the 1 accuracies among them none"
     )
     assert [len(table.lines) for table in board.tables] == [1, 2]
     many = scoreboard([published("time", 1.0, 1.0)] * 41)
@@ -188,6 +188,12 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert found.line == "3.0,25.0 117.0,3.0"
     assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%, better"]
     assert history.History("", [first]).line == ""
+    assert found.ends == "1 to 2"
+    flat = history.History("", [row(value=1.366), row(value=1.384)])
+    heights = [float(point.partition(",")[2]) for point in flat.line.split()]
+    assert 1 < heights[0] - heights[1] < 1.5  # of 22: 1.3% looks like 1.3%, not like a rise from nothing
+    points = [replace(one, unit="points") for one in flat.rows]
+    assert history.History("", points).least == history.LEAST_POINTS
     judged = [history.judged(row(metric=name), 5.0) for name in ("time", "speed", "gap, bits per byte")]
     assert judged == [", worse", ", better", ", worse"]
     assert history.judged(row(metric="time"), 1.0) == ""
