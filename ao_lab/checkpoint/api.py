@@ -64,6 +64,7 @@ from ao_lab.checkpoint.model_builder import (
 from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
     Reading,
+    check_recipe,
     decoded_in_bfloat16,
     flat_inputs,
     reading,
@@ -73,6 +74,7 @@ from ao_lab.checkpoint.plain_readers import (
 )
 from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
+from ao_lab.config.compressed_tensors import recipe_for_layout
 from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
@@ -153,7 +155,7 @@ def save_pretrained(
     """
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes)
     if saved.reasons:
-        warnings.warn(_told(saved.reasons), UserWarning, stacklevel=2)
+        warnings.warn(_told(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
     return saved
 
 
@@ -228,7 +230,7 @@ def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[S
     if stored is not None and (layout == "compressed-tensors" or not stored.inexact):
         return stored, []
     if layout == "compressed-tensors":
-        raise ValueError(refusal(reasons))
+        raise ValueError(refusal(reasons, is_adaptable(model)))
     return _own(model), reasons or list(stored.inexact if stored is not None else ())
 
 
@@ -254,13 +256,28 @@ def obstacles(model: nn.Module) -> list[str]:
     return reasons
 
 
-def _told(reasons: Sequence[str]) -> str:
+def is_adaptable(model: nn.Module) -> bool:
+    """Whether `Config.for_layout("compressed-tensors")` has something for the scheme of every quantized weight."""
+    recipes = {weight.recipe for weight in model.parameters() if isinstance(weight, QuantizedTensor)}
+    try:
+        for recipe in recipes:
+            check_recipe(recipe_for_layout(recipe, "compressed-tensors"))
+    except ValueError:
+        return False
+    return True
+
+
+def _told(reasons: Sequence[str], adaptable: bool) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
+    way = (
+        'For these loaders quantize with config.for_layout("compressed-tensors")'
+        if adaptable
+        else "Their format has nothing like this scheme; choose another (ao-lab schemes) where they are to read the folder"
+    )
     return (
         f"save_pretrained wrote layout 'ao_lab', which transformers loads after `import ao_lab`: other loaders of "
-        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these loaders quantize with "
-        f'config.for_layout("compressed-tensors")'
+        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. {way}"
     )
 
 

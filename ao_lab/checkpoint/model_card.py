@@ -179,6 +179,8 @@ MOST_LAYERS = 12
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)
 #: What a card takes over from the card of the model that it was made of.
 KEPT = ("license:", "license_name:", "license_link:", "language:")
+#: Where a card of `ao-lab pretrained` names its model on the Hub.
+MODEL_ID = "model_id:"
 #: What numbers are called.
 LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
@@ -232,12 +234,14 @@ def model_card(
     results = read_object(path / RESULTS, nonfinite=True) if has_results else {}
     contents = Contents(found, records_of(found), configuration(path), results)
     kept = licence(path / CARD) or ([] if base_folder is None else licence(base_folder / CARD))
-    base = base_name(base_model or str(contents.config.get("_name_or_path") or ""))
+    named = "" if base_folder is None else hub_name(base_folder / CARD)
+    base = named or base_name(base_model or str(contents.config.get("_name_or_path") or ""))
     parts = [
         front_matter(contents, base, kept),
         f"# {prose(path.resolve().name)}",
         made_of(contents, base, command),
         "## What was quantized",
+        *differences(contents, notes),
         scheme_table(contents),
         left_text(contents),
         *cache_text(contents),
@@ -313,11 +317,22 @@ def base_name(text: str) -> str:
     return parts[-1] if parts else ""
 
 
+def front_lines(path: Path) -> list[str]:
+    """The lines of an earlier card's front matter."""
+    lines = (page(path) or "").splitlines()
+    return lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
+
+
 def licence(path: Path) -> list[str]:
     """The lines of an earlier card's front matter that say under which terms, and in which language, a model is."""
-    lines = (page(path) or "").splitlines()
-    inside = lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
-    return [yaml_line(line) for line in inside if line.startswith(KEPT) and not line.endswith(":")]
+    return [yaml_line(line) for line in front_lines(path) if line.startswith(KEPT) and not line.endswith(":")]
+
+
+def hub_name(path: Path) -> str:
+    """The model's own name on the Hub, owner/name, where its card's front matter says one; else ""."""
+    found = (line.removeprefix(MODEL_ID).strip() for line in front_lines(path) if line.startswith(MODEL_ID))
+    name = next(found, "")
+    return name if ON_HUB.fullmatch(name) else ""
 
 
 def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
@@ -435,8 +450,7 @@ def conditions(results: Mapping[str, Any]) -> str:
 def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     """Code and commands that work for the folder's layout."""
     loader = loader_of(contents.config)
-    weights = list(contents.records.weights.values())
-    plain = all(weight.method == "compressed-tensors" for weight in weights)
+    weights, plain = list(contents.records.weights.values()), is_plain(contents)
     if loader is None:
         called = span(f"ao_lab.load_pretrained({name!r}, model)")
         return f"{called} loads it into a model of the same architecture.{_why(notes)}"
@@ -461,20 +475,25 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
             PLAIN_SPEED,
-            *(
-                [
-                    "What differs from the configuration, and from ao_lab:\n\n"
-                    + "\n".join(f"- {note(one)}" for one in notes)
-                ]
-                if notes
-                else []
-            ),
             "With vLLM:",
             _served(contents, weights, name),
             "With ao_lab, which keeps the weights quantized in memory:",
             ours,
         ]
     )
+
+
+def is_plain(contents: Contents) -> bool:
+    """Whether all weights are those of compressed-tensors."""
+    return all(weight.method == "compressed-tensors" for weight in contents.records.weights.values())
+
+
+def differences(contents: Contents, notes: Sequence[str]) -> list[str]:
+    """In what the files of plain readers differ from the configuration that was asked for."""
+    if not notes or not is_plain(contents) or loader_of(contents.config) is None:
+        return []
+    told = "\n".join(f"- {note(one)}" for one in notes)
+    return [f"What differs from the configuration, and from ao_lab:\n\n{told}"]
 
 
 def _why(notes: Sequence[str]) -> str:

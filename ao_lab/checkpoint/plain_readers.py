@@ -45,6 +45,8 @@ from reference.quantize.blocks import Blocks
 
 #: What the way out is called in messages.
 WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or save with layout="ao_lab"'
+#: The way out where compressed-tensors has nothing like a scheme.
+OWN_LAYOUT = 'save with layout="ao_lab"'
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Why nothing is exported in 2:4 storage.
 NO_SPARSE = (
@@ -243,11 +245,14 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     return notes
 
 
-def refusal(reasons: Sequence[str]) -> str:
-    """What is said of a model that is not written: its first reasons, and the way out once."""
+def refusal(reasons: Sequence[str], adaptable: bool = True) -> str:
+    """What is said of a model that is not written: its first reasons, and the way out once.
+
+    adaptable: whether `for_layout` has a scheme for each of its weights.
+    """
     told = "; ".join(reason.removesuffix(f"; {WAY_OUT}") for reason in reasons[:5])
     # Some reasons have a way out of their own.
-    end = "" if "layout=" in told else f"; {WAY_OUT}"
+    end = "" if "layout=" in told else f"; {WAY_OUT if adaptable else OWN_LAYOUT}"
     return f"compressed-tensors cannot store this model: {told}{end}"
 
 

@@ -108,7 +108,8 @@ def quantize(
     config: Annotated[
         str | None,
         typer.Option(
-            help="A configuration such as Int4WeightOnlyConfig (ao-lab configs), or a scheme such as mxfp4 (ao-lab schemes)."
+            help="A configuration (ao-lab configs) such as Int4WeightOnlyConfig or 'Int4WeightOnlyConfig group_size=32', or a "
+            "scheme such as mxfp4 (ao-lab schemes)."
         ),
     ] = None,
     plan: Annotated[
@@ -149,7 +150,13 @@ def quantize(
         ),
     ] = None,
     windows: Annotated[
-        int, typer.Option(rich_help_panel=CALIBRATION, help="Number of calibration sequences.")
+        int,
+        typer.Option(
+            "--windows",
+            "--calibration-windows",
+            rich_help_panel=CALIBRATION,
+            help="Number of calibration sequences.",
+        ),
     ] = 128,
     length: Annotated[int, typer.Option(rich_help_panel=CALIBRATION, help=LENGTH)] = 512,
     corpus_path: Annotated[
@@ -189,8 +196,10 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a Hugging Face model; the result loads in transformers and vLLM."""
-    from ao_lab.cli.terminal import whole_or_nothing, work
+    from ao_lab.cli.terminal import check_new_folder, whole_or_nothing, work
 
+    # Before what takes seconds to import.
+    check_new_folder(out_dir)
     with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
         from ao_lab.cli.calibration import Calibration
 

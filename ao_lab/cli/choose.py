@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,16 +73,13 @@ class Wanted:
     def options(self) -> dict[str, Any]:
         """Configurations, with methods where there are some, by what was typed; WrongInput where they are none."""
         from ao_lab.calibration.methods import ordered
-        from ao_lab.cli.quantize import config_of
+        from ao_lab.cli.quantize import config_of, with_options
 
         if len(set(self.configs)) < 2:
             raise WrongInput("give --config at least twice, once for each candidate configuration")
         found: dict[str, Any] = {}
         for text in dict.fromkeys(self.configs):
-            try:
-                name, *settings = shlex.split(text)
-            except ValueError as error:
-                raise WrongInput(f"--config {text}: write NAME, or 'NAME key=value ...' ({error})") from error
+            name, settings = with_options(text, [])
             config = None if name == DENSE else self.for_layout(text, config_of(name, None, settings))
             methods = ordered(self.calibration.methods)
             found[text] = (config, methods) if methods and config is not None else config

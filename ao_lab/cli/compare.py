@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from ao_lab.cli.options import (
     ChatTemplate,
     CorpusPath,
     IncludePath,
+    Layout,
     NumFewshot,
     OnDevice,
 )
@@ -68,7 +70,9 @@ def command(
         list[str] | None,
         typer.Option(help="Quantization algorithm, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
     ] = None,
-    calibration_windows: Annotated[int, typer.Option(help="Number of calibration sequences.")] = 128,
+    calibration_windows: Annotated[
+        int, typer.Option("--calibration-windows", "--windows", help="Number of calibration sequences.")
+    ] = 128,
     limit: Annotated[
         int, typer.Option(help="Number of evaluation sequences (and of examples per harness task).")
     ] = 32,
@@ -96,6 +100,13 @@ def command(
             help="A folder for the results, the table and the picture; after an interruption the same command resumes there.",
         ),
     ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="Measure what ao-lab quantize writes in this layout. auto: as there, changes of a configuration are printed; "
+            "ao_lab: configurations unchanged."
+        ),
+    ] = Layout.AUTO,
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
@@ -110,14 +121,21 @@ def command(
     with when_stopped(lambda: kept):
         where = device.value if device else None
         named = [name for given in configs or [] for name in split(given)]
-        run(model_dir, [*named, *(more or [])], out, where, as_json, text=text, corpus=corpus_path, calibration=calibration,
-            methods=tuple(method or ()), calibration_windows=calibration_windows, limit=limit, length=length,
-            new_tokens=new_tokens, tasks=[name for given in tasks or [] for name in split(given)],
+        run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,
+            text=text, corpus=corpus_path, calibration=calibration, methods=tuple(method or ()),
+            calibration_windows=calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
+            tasks=[name for given in tasks or [] for name in split(given)],
             harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path))  # fmt: skip
 
 
 def run(
-    model_dir: Path, names: list[str], out: Path | None, device: str | None, as_json: bool, **settings: Any
+    model_dir: Path,
+    names: list[str],
+    out: Path | None,
+    device: str | None,
+    as_json: bool,
+    layout: str,
+    **settings: Any,
 ) -> None:
     """Compare, and show the table."""
     from ao_lab.install.extras import check_extra
@@ -129,10 +147,12 @@ def run(
         check_extra("plot")
     try:
         configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
+        written, changes = as_written(model_dir, configs, layout)
         with track_progress("compare", plain=as_json, transient=True) as work:
             found = compare(
                 model_dir,
-                configs,
+                written,
+                changes=changes,
                 device=device,
                 out=out,
                 progress=lambda what, done, total: work.at(done, what, total),
@@ -166,6 +186,25 @@ def configuration(text: str) -> Any:
         raise WrongInput(f"{text}: write NAME, or 'NAME key=value ...' ({error})") from error
     with wrong_input():
         return config_of(name, None, settings) if settings else of_name(name)
+
+
+def as_written(source: Path, configs: dict[str, Any], layout: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configurations that `ao-lab quantize` writes for a layout, and what each was changed in, where it was."""
+    from ao_lab.cli.layout import SkippedLayers, select_layout
+
+    written, changes = dict(configs), dict[str, str]()
+    for name, config in configs.items():
+        if isinstance(config, Path):
+            continue
+        plan = select_layout(config, name, layout)
+        if plan.changes and (source / "config.json").is_file():
+            # What does not fit the model is said in its row.
+            with suppress(ValueError):
+                plan = plan.for_model(source, SkippedLayers(None))
+        written[name] = plan.config
+        if plan.changes:
+            changes[name] = "; ".join(plan.changes)
+    return written, changes
 
 
 def show(found: Any) -> None:

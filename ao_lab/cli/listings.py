@@ -260,15 +260,36 @@ def show_configs(name: str | None, as_json: bool) -> None:
     kind = known(name, classes, "config")
     options = {key: _plain(value) for key, value in options_of(kind).items()}
     details = {"name": name, "what": " ".join((kind.__doc__ or "").split()), **_schemes(kind)}
+    values = {key: values_of(kind, key) for key in options}
     if as_json:
-        print_json({**details, "options": options})
+        print_json({**details, "options": options, "values": values})
         return
     properties = [[key, str(value or "-")] for key, value in details.items()]
     print_table(f"Configuration {name}", ["property", "value"], properties)
     defaults = [
-        [key, value if isinstance(value, str) else json.dumps(value)] for key, value in options.items()
+        [key, value if isinstance(value, str) else json.dumps(value), values[key] or "-"]
+        for key, value in options.items()
     ]
-    print_table("Options", ["--option NAME=VALUE", "default"], defaults)
+    print_table("Options", ["--option NAME=VALUE", "default", "values"], defaults)
+
+
+def values_of(kind: type[Config], option: str) -> str | None:
+    """What an option may be, and what it means; None where that is not one list."""
+    from ao_lab.config.granularity import MappingType
+    from ao_lab.config.recipe import KERNELS
+
+    if option in kind.ONLY:
+        return ", ".join(
+            value if isinstance(value, str) else json.dumps(value) for value in kind.ONLY[option]
+        )
+    known = {
+        "kernel": f"{', '.join(KERNELS)}: what multiplies; auto: the fastest that takes the layer",
+        "axis": "-1, 0, ...: the axis of the weight along which groups lie; null: its inputs",
+        "group_size": "weights along the inputs that share a scale",
+        "granularity": "PerTensor, PerRow, PerGroup(64), PerBlock(128, 128): weights that share a scale",
+        "mapping_type": ", ".join(MappingType),
+    }
+    return next((text for name, text in known.items() if option.endswith(name)), None)
 
 
 def _sentence(kind: type[Config]) -> str:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,7 @@ from ao_lab.cli.layout import HEAD, SkippedLayers, say, select_layout, select_sp
 from ao_lab.cli.listings import check_name, config_classes, options_of
 from ao_lab.cli.terminal import (
     WrongInput,
+    check_new_folder,
     check_room,
     check_writable,
     print_json,
@@ -177,6 +179,7 @@ def run_quantize(
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer."""
     check_folders(source, target)
+    name, options = with_options(name, options)
     config = config_of(name, activation, options)
     if sparsity is None and config.sparsity is not None:
         raise WrongInput(
@@ -227,6 +230,15 @@ def run_quantize(
     show(report, saved, before, skipped_layers, told, as_json)
 
 
+def with_options(text: str, options: list[str]) -> tuple[str, list[str]]:
+    """A configuration's name, and all its options: those behind the name, 'NAME key=value ...', and those of --option."""
+    try:
+        name, *more = shlex.split(text)
+    except ValueError as error:
+        raise WrongInput(f"--config {text}: write NAME, or 'NAME key=value ...' ({error})") from error
+    return name, [*more, *options]
+
+
 def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     """The configuration of a class's name or of a scheme's; WrongInput with what there is."""
     from ao_lab.config.base import SchemeConfig
@@ -263,7 +275,9 @@ def parsed_option(option: str) -> tuple[str, Any]:
 
     key, equals, value = option.partition("=")
     if not equals or not key.isidentifier():
-        raise WrongInput(f"--option {option}: write key=value, for instance group_size=32")
+        raise WrongInput(
+            f"--option {option}: write key=value, for instance --option group_size=32, or --config 'NAME group_size=32'"
+        )
     if (found := GRANULARITY.fullmatch(value)) and found[1] in granularity.NAMES:
         try:
             numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
@@ -287,8 +301,7 @@ def check_folders(source: Path, target: Path) -> None:
         raise WrongInput(f"{source / outside[0]} is a link out of the model's folder; copy the file there")
     if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
         raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WrongInput(f"{target} is there already and not an empty folder; choose another one")
+    check_new_folder(target)
     check_writable(target, "OUT_DIR")
     # Weights of 32 bits become at least one bit each.
     check_room(target, sum(file.stat().st_size for file in source.glob("*.safetensors")) // 32, "OUT_DIR")
@@ -341,6 +354,29 @@ def unloaded(source: Path, model: Any) -> tuple[dict[str, Any], list[str]]:
     return folder.read(beside), told
 
 
+#: Columns of the table of layers.
+GROUPED = ("layer", "layers", "scheme", "kernel", "sparsity", "storage", "bytes", "reason")
+#: A block's number in a layer's name.
+BLOCK = re.compile(r"\.\d+(?=\.)")
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Layers that are alike but for the number of their block, as one line: their count, and bytes of all."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        alike = tuple(value for key, value in row.items() if key not in ("layer", "bytes"))
+        groups.setdefault((BLOCK.sub(".*", str(row["layer"])), *alike), []).append(row)
+    return [
+        {
+            **alike[0],
+            "layer": name if len(alike) > 1 else alike[0]["layer"],
+            "layers": len(alike),
+            "bytes": sum(row["bytes"] for row in alike),
+        }
+        for (name, *_), alike in groups.items()
+    ]
+
+
 def show(
     report: Report,
     saved: Saved,
@@ -369,14 +405,14 @@ def show(
     empty = {"sparsity": "", "storage": "dense"}
     columns = [
         key
-        for key in (rows[0] if rows else ())
+        for key in (GROUPED if rows else ())
         if key not in empty or any(row[key] != empty[key] for row in rows)
     ]
     # Why a linear layer is quantized goes without saying.
     kinds = {layer.name: layer.kind for layer in report.changed}
     plain = [{**row, "reason": ""} if row["reason"] == kinds.get(str(row["layer"])) else row for row in rows]
-    cells = [[str(row[key]) or "-" for key in columns] for row in plain]
-    print_table("Layers", columns, cells, numbers=["bytes"])
+    cells = [[str(row[key]) or "-" for key in columns] for row in grouped(plain)]
+    print_table("Layers", columns, cells, numbers=["layers", "bytes"])
     print_table(
         "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
     )

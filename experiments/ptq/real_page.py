@@ -52,8 +52,8 @@ def section(run: RealRun) -> Section:
     tables = [table(run, name, results) for name, results in run.texts.items()]
     if any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines):
         tables.append(serving(run))
-    drawings = [drawing(run)] if run.texts else []
-    return Section(title_of(run), [*about_of(run), *TEXT, *failures(run.whole)], drawings, tables)  # fmt: skip
+    found = drawing(run)
+    return Section(title_of(run), [*about_of(run), *TEXT, *failures(run.whole)], [found] if found else [], tables)  # fmt: skip
 
 
 def table(run: RealRun, text: str, results: Results) -> Table:
@@ -97,9 +97,11 @@ def serving(run: RealRun) -> Table:
     )
 
 
-def drawing(run: RealRun) -> Drawing:
-    """Loss against bytes: a panel for each text, weights and with inputs."""
+def drawing(run: RealRun) -> Drawing | None:
+    """Loss against bytes: a panel for each text, weights and with inputs; None where the dense model alone was measured."""
     panels = run.panels(partial(points, run, CHANGE, BASE))
+    if not panels:
+        return None
     figure = scatter_panels(
         panels, "size of the model (MB, decimal)", "increase of the loss (nats)", symlog=LINEAR
     )

@@ -148,7 +148,8 @@ def section(one: TaskRun) -> Section:
     run = one.run
     about = about_of(run, partial(counted, base=one.base))
     tables = [table(one, name, results) for name, results in run.texts.items()]
-    drawings = [drawing(one)] if run.texts else []
+    found = drawing(one)
+    drawings = [found] if found else []
     return Section(title_of(run, f", {one.task}"),
                    [*about, *TEXTS[one.task], *failures(run.whole)], drawings, tables)  # fmt: skip
 
@@ -205,10 +206,12 @@ def cell(results: Results, setting: str, method: str, column: Column, dense: boo
     return f"({text})" if "change" in metric and abs(value) <= 2 * spread else text
 
 
-def drawing(one: TaskRun) -> Drawing:
-    """Distance from the dense model against bytes: a panel for each data set, weights and with inputs."""
+def drawing(one: TaskRun) -> Drawing | None:
+    """Distance from the dense model against bytes: a panel for each data set, weights and with inputs; None without schemes."""
     metric, _, label = MEASURE[one.task]
     panels = one.run.panels(partial(points, one.run, metric, one.base))
+    if not panels:
+        return None
     figure = scatter_panels(panels, "size of the model (MB, decimal)", label, symlog=LINEAR[one.task])
     caption = f"{one.run.model}: {label} from the dense model against bytes, rounding to the nearest."
     return Drawing(f"ptq-{one.task}-{one.run.ending}", caption, figure)

@@ -369,7 +369,10 @@ def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
     here = [row for row in published if was_tried(row) and of_this_run(row, settings)]
     new = {measurement(experiment, row) for row in here if not is_known(name, row, settings)}
     found = [row for row in here if measurement(experiment, row) not in new]
-    say(f"{name}: {len(found)} of {len(here)} published rows are taken as measured")
+    if here:
+        say(
+            f"{name}: {len(found)} of {len(here)} rows that this run could measure were measured before and are kept"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ np.memmap and np.recarray, are read as arrays; results carry no label.
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -398,7 +399,9 @@ def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
 
 def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     """A few names like this one, those that hold it first; else the first few, and what lists all."""
-    inside = [known for known in table if name and name.lower() in known.lower()]
+    # "fp4" is short for "float4".
+    words = {name.lower(), re.sub("^fp", "float", name.lower())}
+    inside = [known for known in table if name and any(word in known.lower() for word in words)]
     similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
     close = list(dict.fromkeys([*sorted(inside, key=len), *similar]))[:NAMED]
     if close:

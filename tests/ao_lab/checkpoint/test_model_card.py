@@ -161,6 +161,15 @@ def test_terms_of_the_base_stay(tmp_path):
     assert "# Base" not in body
 
 
+def test_a_folder_whose_card_names_its_model_is_called_so(tmp_path):
+    saved(tmp_path / "little")
+    (tmp_path / "base").mkdir()
+    for name, shown in (("owner/name", "owner/name"), ("owner/name: [x]", "base")):
+        (tmp_path / "base" / "README.md").write_text(f"---\nmodel_id: {name}\n---\n")
+        given = {"base_model": str(tmp_path / "base"), "base_folder": tmp_path / "base"}
+        assert front(model_card(tmp_path / "little", **given))[0]["base_model"] == shown
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

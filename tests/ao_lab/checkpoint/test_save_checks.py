@@ -9,6 +9,7 @@ from ao_lab import (
     Int4WeightOnlyConfig,
     Int8StaticActivationInt8WeightConfig,
     LoRA,
+    NF4WeightOnlyConfig,
     QATConfig,
     QuantizedTensor,
     load_pretrained,
@@ -37,6 +38,19 @@ def refused(model, folder, match):
         with pytest.raises(ValueError, match=match):
             save_pretrained(model, folder / layout, layout=layout)
     assert not any(folder.iterdir())
+
+
+def test_advice_is_not_impossible(tmp_path):
+    """`for_layout` is advised where it has something for the scheme, and not where it would refuse it."""
+    for config, advised in ((Int4WeightOnlyConfig(group_size=32), True), (NF4WeightOnlyConfig(), False)):
+        model = net()
+        quantize_(model, config, only("first"))
+        with pytest.warns(UserWarning, match="wrote layout 'ao_lab'") as told:
+            save_pretrained(model, tmp_path / type(config).__name__)
+        assert ("for_layout(" in str(told[0].message)) is advised
+    with pytest.raises(ValueError, match="no format for") as error:
+        save_pretrained(model, tmp_path / "refused", layout="compressed-tensors")
+    assert "for_layout(" not in str(error.value)
 
 
 def test_layers_in_training(tmp_path):

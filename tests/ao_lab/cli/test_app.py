@@ -467,7 +467,11 @@ def test_every_configuration_is_listed(capsys):
 @pytest.mark.parametrize("name", config_classes())
 def test_options_of_a_configuration_are_those_that_change_something(capsys, name):
     assert main(["configs", name, "--json"]) == 0
-    options = json.loads(capsys.readouterr().out)["options"]
+    told = json.loads(capsys.readouterr().out)
+    options = told["options"]
+    # What all configurations have says what it may be.
+    assert "dequantize" in told["values"]["kernel"]
+    assert told["values"]["axis"]
     assert list(options) == list(options_of(config_classes()[name]))
     assert not {*WITHOUT_EFFECT, "scheme", "activation_scheme", "sparsity"} & set(options)
     assert main(["configs", name]) == 0

@@ -18,7 +18,7 @@ from ao_lab import (
 )
 from ao_lab.cli.app import main
 from ao_lab.cli.layout import SkippedLayers
-from ao_lab.cli.quantize import config_of
+from ao_lab.cli.quantize import config_of, grouped
 from ao_lab.cli.terminal import WrongInput
 
 transformers = pytest.importorskip("transformers")
@@ -63,9 +63,7 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
                 str(folder),
                 str(target),
                 "--config",
-                "Int4WeightOnlyConfig",
-                "--option",
-                "group_size=32",
+                "Int4WeightOnlyConfig group_size=32",
             ]
         )
         == 0
@@ -86,7 +84,8 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
         "model.safetensors",
         "tokenizer.json",
     ]
-    assert "int4_g32_cast" in (target / "README.md").read_text()
+    card = (target / "README.md").read_text()
+    assert card.index("int4_g32_cast in place of int4_g32_asymmetric") < card.index("## How to load it")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(target)
     ours = load_pretrained(target)
     assert torch.equal(theirs(TOKENS).logits, ours(TOKENS).logits)
@@ -95,6 +94,15 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
         assert torch.equal(theirs.get_parameter(name), value)
     # The same layers as `quantize_` and HfConfig take: an untied head is one of them.
     assert isinstance(ours.lm_head.weight, QuantizedTensor)
+
+
+def test_layers_of_all_blocks_are_one_line():
+    row = {"layer": "model.layers.0.q.weight", "scheme": "nf4", "bytes": 3, "reason": ""}
+    other = {**row, "layer": "model.layers.11.q.weight"}
+    alone = {**row, "layer": "model.layers.2.q.weight", "scheme": ""}
+    one, two = grouped([row, alone, other])
+    assert one == {**row, "layer": "model.layers.*.q.weight", "layers": 2, "bytes": 6}
+    assert two == {**alone, "layers": 1}
 
 
 def test_json_and_our_layout(capsys, folder, tmp_path):

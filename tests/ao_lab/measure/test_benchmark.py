@@ -9,7 +9,7 @@ import torch
 
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.measure.benchmark import Work, kernel_of
+from ao_lab.measure.benchmark import Work, kernel_of, layers_of
 from ao_lab.measure.turns import HostWatch, Plan
 from fast.gemm.choose import Range
 from tests.support.models.hf_models import save_llama
@@ -244,3 +244,9 @@ def test_from_the_command_line(folder, capsys):
     ):
         assert main(["bench", *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_head_tied_to_the_embedding_is_not_timed(tmp_path):
+    """`ao-lab quantize` leaves it dense."""
+    untied, tied = (save_llama(tmp_path / str(one), with_tokenizer=False, tied=one) for one in (False, True))
+    assert set(layers_of(untied)) - set(layers_of(tied)) == {(320, 128)}

