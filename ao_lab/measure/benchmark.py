@@ -81,6 +81,11 @@ def _said(progress: Progress, what: str, done: int, total: int, name: str) -> No
     progress(f"{what}, {name}", done, total)
 
 
+def _said_of(say: Callable[[str], None], name: str, word: str) -> None:
+    """Call `say` with a configuration's name, and a word about it."""
+    say(f"{name}, {word}")
+
+
 def benchmark(
     model: str | Path | nn.Module | None = None,
     *,
@@ -199,7 +204,7 @@ def layers_of(model: nn.Module) -> dict[tuple[int, int], list[nn.Module]]:
     tied = tied_layers(model)
     for name, module in model.named_modules():
         if is_linear(module) and name not in tied:
-            shape: Any = tuple(module.weight.shape)  # type: ignore[arg-type]
+            shape: Any = tuple(module.weight.shape)
             found.setdefault(shape[::-1] if is_transposed(module) else shape, []).append(module)
     return found
 
@@ -342,9 +347,8 @@ class Work:
                     maker(pair[name])
                 if mode == COMPILED:
                     pair = prepared(pair, dense, stored)
-                times = self.in_turn(
-                    pair, batch, new_tokens, mode, lambda word, of=name: say(f"{of}, {word}")
-                )
+                told = partial(_said_of, say, name)
+                times = self.in_turn(pair, batch, new_tokens, mode, told)
                 found = timed("generate", times, mode, (batch,), 0, {})
                 rows += [
                     row for row in found if row.name != base or not any(one.name == base for one in rows)
