@@ -64,9 +64,9 @@ from ao_lab.checkpoint.model_builder import (
 from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
     Reading,
-    check_recipe,
     decoded_in_bfloat16,
     flat_inputs,
+    is_adaptable,
     reading,
     refusal,
     unsupported_reasons,
@@ -74,7 +74,6 @@ from ao_lab.checkpoint.plain_readers import (
 )
 from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
-from ao_lab.config.compressed_tensors import recipe_for_layout
 from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
@@ -254,17 +253,6 @@ def obstacles(model: nn.Module) -> list[str]:
                 "(model.to(torch.bfloat16) before saving changes that)"
             )
     return reasons
-
-
-def is_adaptable(model: nn.Module) -> bool:
-    """Whether `Config.for_layout("compressed-tensors")` has something for the scheme of every quantized weight."""
-    recipes = {weight.recipe for weight in model.parameters() if isinstance(weight, QuantizedTensor)}
-    try:
-        for recipe in recipes:
-            check_recipe(recipe_for_layout(recipe, "compressed-tensors"))
-    except ValueError:
-        return False
-    return True
 
 
 def _told(reasons: Sequence[str], adaptable: bool) -> str:

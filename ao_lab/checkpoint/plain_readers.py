@@ -37,7 +37,7 @@ from torch import nn
 
 from ao_lab.checkpoint.export import EXPORTS, WORD_BYTES, Export, export_of, same_bits, value_read, variants
 from ao_lab.checkpoint.io.shards import Tensors
-from ao_lab.config.compressed_tensors import is_as_read
+from ao_lab.config.compressed_tensors import is_as_read, recipe_for_layout
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from reference import Scheme
@@ -243,6 +243,17 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
             "one for each"
         )
     return notes
+
+
+def is_adaptable(model: torch.nn.Module) -> bool:
+    """Whether `Config.for_layout("compressed-tensors")` has something for the scheme of every quantized weight."""
+    recipes = {weight.recipe for weight in model.parameters() if isinstance(weight, QuantizedTensor)}
+    try:
+        for recipe in recipes:
+            check_recipe(recipe_for_layout(recipe, "compressed-tensors"))
+    except ValueError:
+        return False
+    return True
 
 
 def refusal(reasons: Sequence[str], adaptable: bool = True) -> str:
