@@ -65,6 +65,7 @@ from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
     Reading,
     decoded_in_bfloat16,
+    fallback_note,
     flat_inputs,
     is_adaptable,
     reading,
@@ -154,7 +155,7 @@ def save_pretrained(
     """
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes)
     if saved.reasons:
-        warnings.warn(_told(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
+        warnings.warn(fallback_note(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
     return saved
 
 
@@ -253,20 +254,6 @@ def obstacles(model: nn.Module) -> list[str]:
                 "(model.to(torch.bfloat16) before saving changes that)"
             )
     return reasons
-
-
-def _told(reasons: Sequence[str], adaptable: bool) -> str:
-    """What a user has to know of a folder that is not in compressed-tensors' layout."""
-    more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
-    way = (
-        'For these loaders quantize with config.for_layout("compressed-tensors")'
-        if adaptable
-        else "Their format has nothing like this scheme; choose another (ao-lab schemes) where they are to read the folder"
-    )
-    return (
-        f"save_pretrained wrote layout 'ao_lab', which transformers loads after `import ao_lab`: other loaders of "
-        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. {way}"
-    )
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -256,6 +256,20 @@ def is_adaptable(model: torch.nn.Module) -> bool:
     return True
 
 
+def fallback_note(reasons: Sequence[str], adaptable: bool) -> str:
+    """What a user has to know of a folder that is not in compressed-tensors' layout."""
+    more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
+    way = (
+        'For these loaders quantize with config.for_layout("compressed-tensors")'
+        if adaptable
+        else "Their format has nothing like this scheme; choose another (ao-lab schemes) where they are to read the folder"
+    )
+    return (
+        f"save_pretrained wrote layout 'ao_lab', which transformers loads after `import ao_lab`: other loaders of "
+        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. {way}"
+    )
+
+
 def refusal(reasons: Sequence[str], adaptable: bool = True) -> str:
     """What is said of a model that is not written: its first reasons, and the way out once.
 
