@@ -111,6 +111,8 @@ def _scales(side: Side, shape: tuple[int, int], strides: tuple[int, int]) -> Siz
 
 #: A matrix to the codes and scales of its copies.
 Cast = Callable[..., Any]
+#: A stored part to what a product reads.
+Reader = Callable[[torch.Tensor], torch.Tensor]
 #: Codes and scale of a, codes and scale of b, bias: the product.
 Multiply = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 HALVES = (torch.bfloat16, torch.float16)
@@ -207,6 +209,7 @@ def _is_gathered(w: torch.Tensor) -> bool:
         and w.meta.layout == "plain"
         and not w.meta.transposed
         and w.codes.dim() == 2
+        and w.codes.is_contiguous()
     )
 
 
@@ -264,7 +267,7 @@ def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
     columns = _cast(QUANTIZE_TURNED, alone, weight_t, of_w, x, None, view_w_t)
     weights: tuple[Cast | None, Cast | None]
     if isinstance(w, QuantizedTensor):
-        weights = _rows_of_codes(view_w), _columns_of_codes(w, weight_t, view_w_t, columns)
+        weights = _rows_of_codes(weight, view_w), _columns_of_codes(w, weight_t, view_w_t, columns)
     else:
         weights = _cast(QUANTIZE, alone, weight, of_w, w, view_w, None), columns
     casts = (
@@ -308,18 +311,18 @@ def _cast(
     return viewed
 
 
-def _rows_of_codes(view: View) -> Cast:
+def _rows_of_codes(side: Side, view: View) -> Cast:
     """Codes and scale of a weight that came as codes, as its product reads them."""
-    codes, scale = view
-    return lambda w: (_seen(w.codes, codes), _seen(w.scale, scale))
+    codes, scale = _readers(side, view)
+    return lambda w: (codes(w.codes), scale(w.scale))
 
 
 def _columns_of_codes(w: QuantizedTensor, side: Side, view: View, columns: Cast | None) -> Cast | None:
     """The same of its transpose: with one scale in all of the same codes, else of what they stand for; None where such a call
     was not made yet. columns: the cast of a dense matrix's transpose."""
-    codes, scale = view
     if side.scheme == w.scheme and side.scheme.scale.block == "tensor":
-        return lambda w: (_seen(transposed(w.codes), codes), _seen(w.scale, scale))
+        codes, scale = _readers(side, view)
+        return lambda w: (codes(transposed(w.codes)), scale(w.scale))
     values = (w.dtype, tuple(w.shape), w.dim() - 1, False, False)
     call = dispatch.find(dispatch.key_of(DEQUANTIZE.name, w.scheme, values, (w.codes, w.scale, None, None)))
     if call is None or columns is None:
@@ -332,11 +335,20 @@ def _columns_of_codes(w: QuantizedTensor, side: Side, view: View, columns: Cast 
     return of_values
 
 
-def _seen(part: torch.Tensor, size: Size) -> torch.Tensor:
-    """A stored part by a shape, strides and a dtype."""
-    shape, strides, dtype = size
-    part = part if part.dtype == dtype else part.view(dtype)
-    return part if part.shape == shape else torch.as_strided(part, shape, strides)
+def _readers(side: Side, view: View) -> tuple[Reader, Reader]:
+    """What makes of an operand's codes and scales, as they are stored, those that a product reads."""
+    codes, scale = (_reader(stored, read) for stored, read in zip(_stored(side), view, strict=True))
+    return codes, scale
+
+
+def _reader(stored: Size, read: Size) -> Reader:
+    """A part's view. By the layouts, not by the tensor: of a square matrix the transposed one has the same shape."""
+    if stored == read:
+        return lambda part: part
+    shape, strides, dtype = read
+    if stored[:2] == read[:2]:
+        return lambda part: part.view(dtype)
+    return lambda part: torch.as_strided(part.view(dtype), shape, strides)
 
 
 def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:

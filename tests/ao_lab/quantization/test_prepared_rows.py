@@ -10,6 +10,7 @@ from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
 from fast.gemm import choose
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from tests.fast.kernels.compiling.recorded_launches import Flat
+from tests.support import cublaslt
 from tests.support.models.gpu_layers import (
     DYNAMIC,
     PRESHUFFLED,
@@ -48,6 +49,7 @@ def torchs(monkeypatch):
     seen = []
 
     def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+        cublaslt.check(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
         seen.append((a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum))
         return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
 

@@ -29,6 +29,7 @@ from fast.launch.launcher import ALIGNMENT
 from reference import SCHEMES
 from reference.training.linear import operands
 from reference.training.recipe import RECIPES
+from tests.support import cublaslt
 from tests.support.distributed.ranks import check_on_ranks, run_on_ranks
 from tests.support.refusals import refused
 
@@ -70,13 +71,16 @@ def test_the_parameter_stays_the_same_object():
 
 
 @pytest.mark.parametrize("recipe", GATHERED)
-def test_not_sharded_it_trains_as_the_recipe_says(recipe):
+def test_not_sharded_it_trains_as_the_recipe_says(recipe, monkeypatch):
+    """And by operands that a GPU takes."""
+    asked = cublaslt.watch(monkeypatch)
     net, report = converted(recipe)
     plain = model()
     ao_lab.convert_for_training_(plain, report.recipe)
     x = torch.randn(32, 64)
     for a, b in zip(step(net, x), step(plain, x), strict=True):
         assert torch.equal(a, b)
+    assert len(asked) == {"tensorwise": 10, "rowwise": 10, "rowwise_with_gw_hp": 6}.get(recipe, 0)
     with torch.inference_mode():
         assert torch.equal(net(x), plain(x))
 

@@ -13,6 +13,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from ao_lab.training import products
 from ao_lab.training.products import PRODUCTS
 from reference.training.recipe import RECIPES, Operand, Product
+from tests.support import cublaslt
 from tests.support.refusals import refused
 
 M, N = 32, 256
@@ -26,6 +27,7 @@ def scaled(codes, scales, block):
 
 def torch_rule(left, right, scale_a, scale_b, bias=None, out_dtype=None):
     """`torch._scaled_mm` of blocks, and what it asks of strides (ATen's is_blockwise_1x128 and is_blockwise_128x128)."""
+    cublaslt.check(left, right, scale_a, scale_b, bias, None, out_dtype)
     (m, k), n = left.shape, right.shape[1]
     assert k % 512 == 0 or scale_b.shape == (k // 128, n)
     assert scale_a.shape == (m, k // 128)
@@ -43,6 +45,7 @@ def torch_rule(left, right, scale_a, scale_b, bias=None, out_dtype=None):
 
 def torch_rule_2(left, right, scale_a, a, swizzle_a, scale_b, b, swizzle_b, bias, dtype):
     """`aten::_scaled_mm_v2`: scales of squares are padded along K to a multiple of 4."""
+    cublaslt.check_v2(left, right, scale_a, a, swizzle_a, scale_b, b, swizzle_b, bias, dtype)
     (m, k), n = left.shape, right.shape[1]
     padded = -(-k // 512) * 4
     assert (a, b, swizzle_a, swizzle_b) == ([4], [5], [0], [0])

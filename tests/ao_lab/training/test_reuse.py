@@ -20,6 +20,7 @@ from ao_lab.training.autograd import PreparedLinear, training_linear
 from ao_lab.training.fsdp import gather_recipe
 from reference.training.recipe import RECIPES
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
+from tests.support import cublaslt
 
 M, K, N = 256, 128, 384
 SERVED = ("tensorwise", "rowwise")
@@ -42,6 +43,7 @@ def recorded(monkeypatch):
     found.products = []
 
     def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+        cublaslt.check(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
         operands = [(t.shape, t.stride(), t.dtype) for t in (a, b, scale_a, scale_b)]
         found.products.append((operands, bias is not None, out_dtype, use_fast_accum))
         return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
@@ -53,10 +55,10 @@ def recorded(monkeypatch):
     return found
 
 
-def tensors(leading=(M,), bias=False, dtype=torch.bfloat16):
+def tensors(leading=(M,), bias=False, dtype=torch.bfloat16, n=N):
     x = torch.randn(*leading, K, dtype=dtype).requires_grad_()
-    w = torch.randn(N, K, dtype=dtype).requires_grad_()
-    return x, w, torch.randn(N, dtype=dtype).requires_grad_() if bias else None
+    w = torch.randn(n, K, dtype=dtype).requires_grad_()
+    return x, w, torch.randn(n, dtype=dtype).requires_grad_() if bias else None
 
 
 def run(recorded, name, x, w, bias):
@@ -89,13 +91,15 @@ def test_a_repeated_step_is_the_general_one(name, bias, leading, recorded, monke
     assert len(prepared[1]) == 3
 
 
+@pytest.mark.parametrize("n", [N, K], ids=["", "square"])
 @pytest.mark.parametrize("name", SERVED)
-def test_a_repeated_step_of_gathered_codes_is_the_general_one(name, recorded, monkeypatch):
-    """The same launches, products and operands; with one scale in all the weight's codes are turned, and that is all."""
+def test_a_repeated_step_of_gathered_codes_is_the_general_one(name, n, recorded, monkeypatch):
+    """The same launches, products and operands; with one scale in all the weight's codes are turned, and that is all. Of a
+    square weight shapes do not say which way round it lies."""
     monkeypatch.setattr(casts, "has_kernels", lambda x: True)
     recipe = gather_recipe(RECIPES[name])
     monkeypatch.setitem(RECIPES, name, recipe)
-    x, w, _ = tensors()
+    x, w, _ = tensors(n=n)
     gathered = nn.Parameter(quantized(w.detach(), recipe.output.b.scheme))
     assert run(recorded, name, x, w, None)[2] == "TrainingLinearBackward"
     with monkeypatch.context() as patched:

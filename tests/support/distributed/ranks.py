@@ -2,8 +2,8 @@
 
     python -m tests.support.distributed.ranks MODULE.FUNCTION RANKS [ARGUMENT ...]
 
-It prints "equal" where nothing on any rank has raised. With RANKS_DEVICE=cuda each rank takes a GPU, and NCCL sends; `DTYPE` is
-what models that train are in there.
+It prints "equal" where nothing on any rank has raised. On CPUs operands of training products are those that a GPU takes. With
+RANKS_DEVICE=cuda each rank takes a GPU, and NCCL sends; `DTYPE` is what models that train are in there.
 """
 
 import importlib
@@ -11,10 +11,12 @@ import os
 import socket
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support import cublaslt
 from tests.support.runs import forks
 
 RANKS = 2
@@ -54,7 +56,10 @@ def _in_group(rank, ranks, port, work, arguments):
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", rank=rank, world_size=ranks)
-    work(*arguments)
+    with pytest.MonkeyPatch.context() as patched:
+        if DEVICE == "cpu":
+            cublaslt.watch(patched)
+        work(*arguments)
     dist.barrier()
     dist.destroy_process_group()
 
