@@ -127,6 +127,41 @@ def in_time(deadline: Deadline, work: Callable[[], Values]) -> Values:
     return status(reason) if reason else attempt(work)
 
 
+#: Seconds after the end within which what begins before it may last.
+GRACE = 10.0
+
+
+@dataclass
+class Stages:
+    """Stages of what is measured at once: a line each with its seconds on stderr, where no bar moves, so that the log of a run
+    that is ended says where its time went. about: what is measured; told: whether there are lines."""
+
+    about: str
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
+    told: bool = True
+    longest: float = 0.0
+    last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = self.deadline.clock()
+
+    def done(self, word: str) -> None:
+        """A stage ends, and the next one begins."""
+        now = self.deadline.clock()
+        if self.told and not terminal.is_live():
+            say(f"{self.about}: {word}, {now - self.last:.1f} s")
+        self.last = now
+
+    def method(self, work: Callable[[], Values]) -> Values:
+        """What the work of one of several methods finds, with a status; where it would not end GRACE after the deadline, by the
+        longest method so far, only that."""
+        started = self.deadline.clock()
+        reason = self.deadline.reason(max(0.0, self.longest - GRACE))
+        values = status(reason) if reason else attempt(work)
+        self.longest = max(self.longest, self.deadline.clock() - started)
+        return values
+
+
 def is_late(metric: str) -> bool:
     """Whether the metric of a status says that a deadline came first."""
     return metric.startswith("status: ") and metric.endswith(LATE)

@@ -23,8 +23,9 @@ import os
 import re
 import tempfile
 import threading
+import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
@@ -165,15 +166,27 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+#: Seconds between two publications of a journal's rows.
+EVERY = 5.0
+
+
 class Journal:
     """Rows of one experiment as they are measured; without a path, in memory only.
 
     Methods may be called from several threads; two processes must not share a path.
     """
 
-    def __init__(self, path: Path | None = None, known: Iterable[Row] = ()) -> None:
-        """known: rows from elsewhere that need not be measured again."""
-        self.path = path
+    def __init__(
+        self,
+        path: Path | None = None,
+        known: Iterable[Row] = (),
+        publish: Callable[[Sequence[Row]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """known: rows from elsewhere that need not be measured again. publish: gets all rows when new ones come, at most every
+        EVERY seconds by the clock."""
+        self.path, self.publish, self.clock = path, publish, clock
+        self._published = -math.inf
         self._rows = {row.key: row for row in [*known, *(read(path) if path else ())]}
         self._lock = threading.Lock()
 
@@ -206,6 +219,9 @@ class Journal:
     def _write(self) -> None:
         if self.path:
             write(self.path, list(self._rows.values()))
+        if self.publish and self.clock() - self._published >= EVERY:
+            self.publish(list(self._rows.values()))
+            self._published = self.clock()
 
 
 def publish(path: Path, rows: Sequence[Row]) -> list[Row]:

@@ -6,7 +6,8 @@ without a limit to errors, and confirms by whole steps; that of trained networks
 weights" is inference: weights are stored with a scale a row, inputs quantized in each call.
 
 Methods of a workload are made one by one and then timed in turn, each step after one of its own. Wukong is compiled layer by
-layer: they are alike, so one program serves them. Steps of milliseconds are timed as CUDA graphs too, without the host.
+layer: they are alike, so one program serves them. Steps of milliseconds are timed as CUDA graphs too, without the host. Forward
+alone is of bfloat16 and of stored weights: a method of training casts its weights there, which inference does not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 import ao_lab
 from ao_lab.measure.turns import Call, Plan, Watch, summary, watch_of
 from experiments.harness.bench import after_own_steps, repeated
-from experiments.harness.measuring import Deadline, Values, in_time
+from experiments.harness.measuring import Deadline, Stages, Values, in_time
 from experiments.models.dlrm import DLRM, DLRMV2, DLRMConfig
 from experiments.models.wukong import WUKONG, Wukong
 
@@ -32,7 +33,11 @@ SPEED, MOD_SPEED = "speed", "mod speed"
 BOTH, FORWARD, MEMORY = "forward and backward", "forward", "peak memory"
 GRAPH = ", graph"
 STORED = "fp8 weights"
-METHODS = ("bfloat16", "rowwise", "dispatch", STORED, "tensorwise")
+BASE = "bfloat16"
+#: In this order, since a deadline may leave out the last.
+METHODS = (BASE, "rowwise", STORED, "dispatch", "tensorwise")
+#: What is timed without gradients.
+INFERENCE = (BASE, STORED)
 #: Those that LoKA publishes of its Wukong beside these.
 PUBLISHED = ("rowwise_with_gw_hp", "blockwise")
 THREE = ("no_bias", "block_norm", "hard_swish")
@@ -62,9 +67,10 @@ class Dense(nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """make: the dense part on a device; inputs: of a batch, embeddings last; parts: modules that are compiled, each by itself;
-    graph: whether steps are captured too."""
+    """name: of the model; make: the dense part on a device; inputs: of a batch, embeddings last; parts: modules that are
+    compiled, each by itself; graph: whether steps are captured too."""
 
+    name: str
     batch: int
     make: Callable[[str], Dense]
     inputs: Callable[[int, str], tuple[Tensor, ...]]
@@ -85,7 +91,7 @@ def dcn(config: DLRMConfig, batch: int) -> Workload:
         shapes = ((rows, config.dense), (rows, len(config.sizes), config.width))
         return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
 
-    return Workload(batch, make, inputs)
+    return Workload(config.name, batch, make, inputs)
 
 
 def wukong(name: str, batch: int) -> Workload:
@@ -98,7 +104,8 @@ def wukong(name: str, batch: int) -> Workload:
     def inputs(rows: int, device: str) -> tuple[Tensor, ...]:
         return (torch.randn((rows, config.features, config.width), device=device, dtype=torch.bfloat16),)
 
-    return Workload(batch, make, inputs, lambda dense: [*dense.model.layers, dense.model.top], graph=False)
+    parts = lambda dense: [*dense.model.layers, dense.model.top]  # noqa: E731
+    return Workload(name, batch, make, inputs, parts, graph=False)
 
 
 #: What is timed; "norms" is DLRMv2 with LayerNorm and SiLU in its feed-forward networks, which mods change.
@@ -110,11 +117,14 @@ WORKLOADS: dict[str, Workload] = {
 NORMS = replace(DLRMV2, name="DLRMv2-DCN, norms and SiLU", norm=True)
 
 
-def changed(model: Dense, method: str, inputs: tuple[Tensor, ...]) -> None:
-    """Let the layers of a model train by a method."""
+def changed(
+    model: Dense, method: str, inputs: tuple[Tensor, ...], done: Callable[[str], None] = lambda word: None
+) -> None:
+    """Let the layers of a model train by a method. done: is called after a stage within."""
     if method == "dispatch":
         recipes = ["rowwise", "tensorwise"]
         report = ao_lab.probe_(model, [inputs], recipes, filter_fn=is_wide, tokens=TOKENS, measure=False)
+        done(f"{method}, probed")
         ao_lab.dispatch_(
             model, lambda m: m(*inputs).float().mean(), report, budget=ANY, most_noise=ANY, confirm=True
         )
@@ -124,7 +134,7 @@ def changed(model: Dense, method: str, inputs: tuple[Tensor, ...]) -> None:
     elif method in MODS:
         if MODS[method]:
             ao_lab.apply_mods_(model, MODS[method])
-    elif method != "bfloat16":
+    elif method != BASE:
         ao_lab.convert_for_training_(model, method, is_wide, pad=True)
 
 
@@ -142,6 +152,7 @@ class Steps:
     compiled: bool
     watch: Watch
     inputs: tuple[Tensor, ...]
+    stages: Stages
     calls: dict[str, dict[str, Call]] = field(default_factory=lambda: {BOTH: {}, FORWARD: {}})
 
     def make(self, method: str) -> Values:
@@ -149,23 +160,40 @@ class Steps:
         before = held(self.device)
         torch.manual_seed(0)
         model = self.workload.make(self.device)
-        changed(model, method, self.inputs)
+        self.done(f"{method}, weights drawn")
+        changed(model, method, self.inputs, self.done)
+        self.done(f"{method}, layers changed")
         if self.compiled:
             for part in self.workload.parts(model):
                 part.compile(dynamic=False)
-        steps = {FORWARD: partial(forward, model, self.inputs)}
-        if method != STORED:
-            steps[BOTH] = partial(both, model, self.inputs)
-        values = {}
-        for step in steps.values():
+        steps = {
+            metric: partial(step, model, self.inputs)
+            for metric, step, wanted in (
+                (BOTH, both, method != STORED),
+                (FORWARD, forward, method in INFERENCE),
+            )
+            if wanted
+        }
+        for metric, step in steps.items():
             step()
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            steps.get(BOTH, steps[FORWARD])()
-            values[MEMORY] = ((torch.cuda.max_memory_allocated() - before) / 1e9, "GB")
+            self.done(f"{method}, {metric} compiled")
+        values = self.memory(before, next(iter(steps.values())))
         for metric, step in steps.items():
             self.calls[metric][method] = step
         return values
+
+    def done(self, word: str) -> None:
+        """A stage ends when the device has done it."""
+        self.watch.sync()
+        self.stages.done(word)
+
+    def memory(self, before: int, step: Call) -> Values:
+        """Gigabytes of a step beyond what was held before."""
+        if self.device != "cuda":
+            return {}
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return {MEMORY: ((torch.cuda.max_memory_allocated() - before) / 1e9, "GB")}
 
     def captured(self, results: dict[str, Values], deadline: Deadline) -> dict[str, dict[str, Call]]:
         """The same as CUDA graphs; of a step that cannot be captured a row says why."""
@@ -213,16 +241,21 @@ def measure(
     torch.manual_seed(0)
     inputs = workload.inputs(workload.batch, device)
     inputs[-1].requires_grad_()
-    steps = Steps(workload, device, compiled, watch_of(device), inputs)
+    stages = Stages(f"{workload.name}, batch {workload.batch}", deadline, told=device == "cuda")
+    steps = Steps(workload, device, compiled, watch_of(device), inputs, stages)
     results: dict[str, Values] = {}
     with many_programs():
         for method in methods:
-            results[method] = in_time(deadline, partial(steps.make, method))
+            results[method] = stages.method(partial(steps.make, method))
             if "status: ok" not in results[method]:
                 gc.collect()  # what a failure left, before the next method
         add_times(results, steps.watch, steps.calls, PLANS[device])
+        steps.done("timed")
         if workload.graph and device == "cuda":
-            add_times(results, steps.watch, steps.captured(results, deadline), PLANS[device])
+            made = steps.captured(results, deadline)
+            steps.done("captured")
+            add_times(results, steps.watch, made, PLANS[device])
+            steps.done("graphs timed")
     return results
 
 

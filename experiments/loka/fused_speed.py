@@ -25,7 +25,7 @@ import fast
 from ao_lab.measure.turns import Plan, Span, Watch, cache_bytes, input_sets, prepare, summary, watch_of
 from experiments.harness.bench import repeated, steady
 from experiments.harness.cuda_graph import launched
-from experiments.harness.measuring import Deadline, Values, Wrong, in_time, kernel
+from experiments.harness.measuring import Deadline, Stages, Values, Wrong, kernel
 from fast.kernels.triton_scaled_mm.block_norm import BLOCK, GROUP
 from fast.kernels.triton_scaled_mm.block_norm import SCHEME_NAME as BLOCKS
 from reference import Quantized
@@ -238,13 +238,16 @@ def measure(case: Case, device: str, deadline: Deadline) -> dict[str, Values]:
     """Values of every method of a case, timed in turn; of one that fails or comes too late its status."""
     watch, plan, results = watch_of(device), PLANS[device], dict[str, Values]()
     spans: dict[str, Span] = {}
+    stages = Stages(case.name, deadline, told=device == "cuda")
     torch.manual_seed(0)
     size = 2 * (case.m + case.n) * case.k
     count = input_sets(size, cache_bytes(), SETS) if device == "cuda" else 1
     sets = [case.operands(case, device) for _ in range(count)]
     for name in case.methods:
-        results[name] = in_time(deadline, partial(begin, case, name, sets, watch, plan, spans))
+        results[name] = stages.method(partial(begin, case, name, sets, watch, plan, spans))
+        stages.done(f"{name}, compiled and compared")
     times = steady(watch, spans, plan, SETTLE if device == "cuda" else 0.0) if spans else {}
+    stages.done("timed")
     for at, name in enumerate(spans):
         more = repeated(times, name) if at == 0 else {}
         results[name] = {**results[name], **summary(times[name]).values("us"), **more}

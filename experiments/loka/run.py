@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from experiments.harness.measuring import Deadline, Values, bar, forget, in_time, keep, measure_each
+from experiments.harness.measuring import (
+    Deadline,
+    Stages,
+    Values,
+    attempt,
+    bar,
+    forget,
+    in_time,
+    keep,
+    measure_each,
+    status,
+)
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name, table_parts
@@ -125,7 +136,9 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     with bar(EXPERIMENT, len(lines) - len(apart)) as step:
         for line in lines:
             if line not in apart:
+                stages = Stages(f"{line.kind}, {line.setting}", told=settings.device == "cuda")
                 measure(settings, journal, failed, line, deadline)
+                stages.done(f"{', '.join(methods_of(line)[:2])}: done")
                 step(f"{line.kind}, {line.setting}, {', '.join(methods_of(line)[:2])}")
     works = {
         f"{line.data}, {line.setting}, {line.method}, seed {line.seed}": partial(rows_of, settings, line)
@@ -161,7 +174,8 @@ def in_turn(line: Turns, deadline: Deadline) -> dict[str, Values]:
         found.update(line.work(deadline))
         return {}
 
-    said = in_time(deadline, work)
+    reason = deadline.reason(line.needs)
+    said = status(reason) if reason else attempt(work)
     return {name: found.get(name, said) for name in line.methods}
 
 

@@ -24,7 +24,7 @@ from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.data.drawn_ratings import zipf
 from experiments.harness.bench import copy_rate, repeated
 from experiments.harness.cuda_graph import launched
-from experiments.harness.measuring import Deadline, Values, Wrong, in_time, kernel
+from experiments.harness.measuring import Deadline, Stages, Values, Wrong, kernel
 from experiments.models.click_models import Tables
 from experiments.models.dlrm import DLRM, DLRMV2, HOTS, SIZES
 from reference import SCHEMES, Quantized, dequantize
@@ -178,11 +178,15 @@ def measure(
     """Values of every method, timed in turn; of one that fails or comes too late its status."""
     torch.manual_seed(0)
     rows = sum(sizes_of(rows))
+    stages = Stages(f"tables, {drawn}", deadline, told=device == "cuda")
     bench = Bench(bags_of(drawn, batch, rows, device), rows, device, watch_of(device), compiled)
+    stages.done("ids drawn")
     plan, results = PLANS[device], dict[str, Values]()
     for method in METHODS:
-        results[method] = in_time(deadline, partial(bench.make, method))
+        results[method] = stages.method(partial(bench.make, method))
+        stages.done(f"{method}, drawn and compared")
     times = interleaved(bench.watch, bench.spans, plan) if bench.spans else {}
+    stages.done("timed")
     for at, method in enumerate(bench.spans):
         found = summary(times[method])
         more = repeated(times, method) if at == 0 else {}

@@ -28,13 +28,14 @@ class Line:
 @dataclass(frozen=True)
 class Turns:
     """What is timed in turn: kind and data of its table, setting, methods, and what finds the values of each until a deadline,
-    statuses among them."""
+    statuses among them. needs: seconds of its first two methods on an H200, below which it is not begun."""
 
     kind: str
     data: str
     setting: str
     methods: tuple[str, ...]
     work: Callable[[Deadline], Mapping[str, Values]]
+    needs: float = 0.0
 
 
 RANDOM = "random-embeddings"
@@ -104,7 +105,8 @@ def _fused(kind: str, device: str) -> list[Turns]:
 def _dense(
     kind: str, name: str, workload: dense_speed.Workload, methods: tuple[str, ...], device: str
 ) -> Turns:
-    return Turns(kind, RANDOM, name, methods, partial(dense_speed.measure, workload, methods, device))
+    work = partial(dense_speed.measure, workload, methods, device)
+    return Turns(kind, RANDOM, name, methods, work, needs=15.0 if workload.graph else 40.0)
 
 
 __all__ = ["IN_TURN", "RANDOM", "Line", "Turns", "policy_lines", "speed_lines", "trajectory_lines"]

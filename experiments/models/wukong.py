@@ -142,6 +142,15 @@ class WukongLayer(nn.Module):
         return result
 
 
+class Top(nn.Sequential):
+    """The last feed-forward network, with a forward of its own: torch compiles the modules of a plain nn.Sequential apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embeddings (B, n, d) to logits (B,)."""
+        logits: Tensor = super().forward(x.flatten(1))[:, 0]
+        return logits
+
+
 class Wukong(nn.Module):
     """Logits (B,) of dense features (B, dense) and ids (B, sum of hots); with no tables of embeddings (B, features, d)."""
 
@@ -155,7 +164,7 @@ class Wukong(nn.Module):
             )
             self.layers = nn.ModuleList(WukongLayer(config, count) for count in config.counts[:-1])
             last = config.counts[-1] * config.width
-            self.top = feed_forward((last, *config.hidden, 1), last=True)
+            self.top = Top(*feed_forward((last, *config.hidden, 1), last=True))
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """One logit a sample; ValueError where the network was built without tables."""
@@ -168,7 +177,7 @@ class Wukong(nn.Module):
         """From embeddings (B, features, d) on: what is timed without tables."""
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.top(x.flatten(1))[:, 0]
+        logits: Tensor = self.top(x)
         return logits
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -341,9 +341,16 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
         say(f"{name}: the tree has uncommitted changes; rows say so ({revision.commit()})")
     module, started = registry.EXPERIMENTS[name].run_module(), time.perf_counter()
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
-    journal = Journal(path, taken(name, read(paths.rows(name)), settings))
+    put = partial(publish_run, name, paths.rows(name), partial=True) if is_partial(settings) else None
+    journal = Journal(path, taken(name, read(paths.rows(name)), settings), put)
     resumed = len(journal.rows)
-    rows = module.run(settings, journal)
+    try:
+        rows = module.run(settings, journal)
+    except BaseException:
+        # What ends a run of a part, SIGTERM too, leaves published what it has measured.
+        if put is not None:
+            put(journal.rows)
+        raise
     publish_run(name, paths.rows(name), rows, is_partial(settings))
     if registry.EXPERIMENTS[name].trained:
         corpus = settings.corpus.describe()

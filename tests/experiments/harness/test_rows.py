@@ -141,6 +141,15 @@ def test_a_journal_resumes_and_doubles_nothing(tmp_path):
     assert [(kept.method, kept.value) for kept in read(path)] == [("a", 1.5), ("b", 2.0), ("c", 1.5)]
 
 
+def test_rows_are_published_as_they_come_but_not_too_often():
+    """The first at once, later ones together when some seconds have passed."""
+    told, now = [], iter([100.0, 100.0, 104.9, 105.0, 105.0])
+    journal = Journal(publish=lambda rows: told.append([one.method for one in rows]), clock=lambda: next(now))
+    for method in "abc":
+        journal.add([row(method)])
+    assert told == [["a"], ["a", "b", "c"]]
+
+
 def test_published_rows_need_not_be_measured_again(tmp_path):
     """What the journal has of its own comes first."""
     path = tmp_path / "journal.csv"

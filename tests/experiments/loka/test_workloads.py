@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
-from experiments.harness.measuring import Deadline
+from experiments.harness.measuring import Deadline, Stages
 from experiments.harness.rows import Journal, Row, interval
 from experiments.loka import (
     dense_speed,
@@ -18,6 +20,7 @@ from experiments.loka import (
     workloads,
     workloads_page,
 )
+from experiments.models import wukong
 from experiments.models.click_training import ClickTraining
 from experiments.models.dlrm import DLRMConfig
 from experiments.report.results import by_run
@@ -101,12 +104,51 @@ def test_a_dense_part_is_timed_by_methods_in_turn(monkeypatch):
     methods = ("bfloat16", "rowwise", dense_speed.STORED, "all three", "unknown")
     found = dense_speed.measure(one, methods, "cpu", Deadline(None), compiled=False)
     for method in methods[:-1]:
-        assert found[method][dense_speed.FORWARD][0] > 0
+        assert (dense_speed.FORWARD in found[method]) == (method in dense_speed.INFERENCE)
         assert (dense_speed.BOTH in found[method]) == (method != dense_speed.STORED)
     (why,) = found["unknown"]
     assert "unknown mod 'no such mod'" in why
     late = dense_speed.measure(one, methods, "cpu", Deadline(-1), compiled=False)
     assert all(one.startswith("status: not run") for values in late.values() for one in values)
+
+
+def test_a_method_starts_where_it_would_end_in_time(capsys):
+    """By the longest so far; each stage is a line with its seconds."""
+    now = [0.0]
+
+    def last(seconds):
+        now[0] += seconds
+        stages.done("worked")
+        return {"x": (1.0, "")}
+
+    stages = Stages("case", Deadline(50.0, clock=lambda: now[0]))
+    # 20 s are left, the longest took 30, and 10 beyond the end are none too many.
+    found = [stages.method(lambda seconds=seconds: last(seconds)) for seconds in (30.0, 0.5, 30.0)]
+    assert [("status: ok" in one, next(iter(one)).startswith("status: not run")) for one in found] == [
+        (True, False), (False, True), (False, True),
+    ]  # fmt: skip
+    now[0] = 29.5
+    assert "status: ok" in stages.method(lambda: last(0.5))
+    assert capsys.readouterr().err.splitlines() == [
+        "ao-lab: case: worked, 30.0 s",
+        "ao-lab: case: worked, 0.0 s",
+    ]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # torch looks at what it compiles
+def test_layers_and_the_network_behind_them_are_three_programs():
+    """The first layer, all others, and the last network as one: a compiler takes seconds for each."""
+    config = replace(
+        wukong.WUKONG["Wukong 0.53 GFLOP"], layers=4, features=20, width=8, half=4, pairs=4, hidden=(16, 16)
+    )
+    dense = dense_speed.Dense(wukong.Wukong(config), lambda m, x: m.interact(x))
+    programs = CompileCounter()
+    for part in dense_speed.WORKLOADS["Wukong 5.6 GFLOP"].parts(dense):
+        part.compile(dynamic=False, backend=programs)
+    dense_speed.both(dense, (torch.randn(3, 20, 8).requires_grad_(),))
+    assert programs.frame_count == 3
 
 
 def fused_cases():

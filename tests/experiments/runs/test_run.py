@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from ao_lab.cli.app import main
+from ao_lab.cli.terminal import Terminated
 from experiments.harness.paths import Paths
+from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row, read, write
 from experiments.runs import validations
-from experiments.runs.run import merge, merged, publish_run
+from experiments.runs.run import Settings, merge, merged, publish_run, run_one
 from experiments.runs.validations import Validation
 
 # The table of what a GPU validated: its lines, what is missing, what is only said, how tests become lines.
@@ -171,6 +173,27 @@ def test_a_reason_inside_a_whole_leaves_with_it():
     newer = [replace(CELL, value=2.0, date=NEW), reason]
     assert same(merged("fp8_training", older, newer), newer)
     assert same(merged("fp8_training", older, [reason]), older)
+
+
+def test_a_part_that_is_ended_has_published_what_it_measured(reports, tmp_path, monkeypatch):
+    """However it ends; older rows of what it has not reached stay."""
+    places = reports("reports", [replace(ROW, method="later")])
+
+    def measure(settings, journal):
+        journal.add([ROW])
+        journal.add([replace(ROW, seed=1)])
+        raise Terminated
+
+    module = SimpleNamespace(run=measure, subject=lambda settings: "nothing")
+    record = replace(EXPERIMENTS["fp8_training"], trained=False)
+    object.__setattr__(record, "run_module", lambda: module)
+    monkeypatch.setitem(EXPERIMENTS, "fp8_training", record)
+    settings = Settings(scale="full", device="cpu", cache=tmp_path, seconds=9.0)
+    with pytest.raises(Terminated):
+        run_one("fp8_training", settings, places)
+    assert {(row.method, row.seed) for row in read(places.rows("fp8_training"))} == {
+        ("later", ROW.seed), (ROW.method, ROW.seed), (ROW.method, 1),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("partial", [True, False])
