@@ -27,7 +27,7 @@ from torch import nn
 from ao_lab.measure.memory import Peak
 from ao_lab.measure.turns import summary
 from experiments.generate.run import unique_graphs
-from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, keep, status
+from experiments.harness.measuring import Deadline, Stages, Values, Wrong, attempt, bar, free, keep, status
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries, version_of
 from experiments.harness.rows import Journal, Row, table_name
@@ -169,6 +169,7 @@ class Bench:
     _model: tuple[tuple[str, str], Any] | None = None
     _largest: dict[str, int] = field(default_factory=dict)
     _plain: tuple[Any, torch.Tensor] | None = None
+    stages: Stages = field(default_factory=lambda: Stages("", told=False))
 
     def rows_of(self, kind: str, measure: Callable[[Case], Values], cases: Sequence[Case]) -> None:
         """Rows of all cases that the journal lacks."""
@@ -176,6 +177,8 @@ class Bench:
         with bar(kind, len(cases)) as step:
             for case in cases:
                 table = table_name(kind, self.settings.scale, case.subject.name)
+                about = f"{case.subject.name}, {case.setting}, {case.levers.name}"
+                self.stages = Stages(about, told=device == "cuda")
                 if not self.journal.finished(table, case.setting, case.levers.name):
                     compiles = case.levers.compiled and device == "cuda"
                     refused = case.subject.refusal(case.levers, self.batch(case), device)
@@ -190,7 +193,7 @@ class Bench:
                     if self.found is not None:
                         self.put(TRACE, case, self.found)
                         self.found = None
-                step(f"{case.subject.name}, {case.setting}, {case.levers.name}")
+                step(about)
         self.forget()
 
     def put(self, kind: str, case: Case, values: Values) -> None:
@@ -256,7 +259,9 @@ class Bench:
         if self._model is None or self._model[0] != wanted:
             self.forget()
             built = case.subject.build(self.settings.device, self.settings.seed)
+            self.stages.done("built")
             self._model = wanted, weights_in(case.subject, built, levers.weights)
+            self.stages.done(f"weights in {levers.weights or 'bfloat16'}")
         return work_of(
             case.subject, self._model[1], levers, self.batch(case), self.settings.device, self.settings.seed
         )
@@ -288,6 +293,7 @@ class Bench:
         """Times of a configuration whose outputs are right and whose levers changed something."""
         speculates, on_gpu = case.levers.speculation, self.settings.device == "cuda"
         expected = None if speculates else self.expected(case)
+        self.stages.done("outputs of the same weights, eagerly")
         peak, started = Peak(torch.device(self.settings.device)), time.perf_counter()
         work, programs = self.work(case, case.levers), unique_graphs()
         if on_gpu:
@@ -296,12 +302,14 @@ class Bench:
         if case.levers.compiled != (unique_graphs() > programs):
             raise Wrong("compiled did not change the model: the row would be of another rung")
         warm = time.perf_counter() - started
+        self.stages.done("compiled, recorded and run")
         change = relative_change(
             work.outputs(), expected, limit_of(case), "from those of the same weights, eagerly"
         )
         work.evidence()
         taken = [self.seconds(work) for _ in range(RUNS[self.settings.device])]
         timing = summary(taken)
+        self.stages.done("compared and timed")
         values: Values = {} if speculates else timing.values()
         if speculates:
             values[ROUND] = (1e3 * timing.median, "ms")
