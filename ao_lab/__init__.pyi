@@ -92,6 +92,7 @@ from ao_lab.config.granularity import PerToken as PerToken
 from ao_lab.config.recipe import Recipe as Recipe
 from ao_lab.config.recipe import SparseRecipe as SparseRecipe
 from ao_lab.config.torchao import as_torchao as as_torchao
+from ao_lab.greedy_decoding import GreedyDecoding as GreedyDecoding
 from ao_lab.interop import NativeParts as NativeParts
 from ao_lab.interop import from_native as from_native
 from ao_lab.interop import native_dtype as native_dtype

@@ -94,7 +94,7 @@ TOPICS = {
         "KV cache, attention, drafts",
         "",
         """use_kv_cache_ KVCache KVCacheSettings KVRecipe use_attention_ AttentionSettings AttentionRecipe replace_sdpa_
-        ReplacedAttention SelfSpeculation Speculated embedding_bag all_to_all_rows""",
+        ReplacedAttention GreedyDecoding SelfSpeculation Speculated embedding_bag all_to_all_rows""",
         "guides/kv_cache.md guides/attention.md",
     ),
     "checkpoints": Topic(

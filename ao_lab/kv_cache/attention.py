@@ -48,6 +48,7 @@ def attention_forward(
             )
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    attention_mask = without_padding(attention_mask, key)
     if isinstance(key, StoredStates) and key.fresh is None:
         return _stored(query, key, value, attention_mask, scaling, is_causal, softcap, position_bias), None
     if isinstance(key, StoredStates):
@@ -63,10 +64,23 @@ def attention_forward(
     return result
 
 
+def without_padding(mask: torch.Tensor | None, key: Any) -> torch.Tensor | None:
+    """None for the mask that `KVCache.no_padding` gives; ValueError where the states are not of a cache of ours."""
+    if mask is None or mask.dim() != 4 or mask.numel():
+        return mask
+    if not isinstance(key, StoredStates):
+        raise ValueError(
+            "attention_mask=cache.no_padding is for models all of whose layers have an ao_lab cache, and this layer has none; "
+            "leave attention_mask out"
+        )
+    return None
+
+
 def fresh_states(
     key: StoredStates, value: StoredStates, mask: torch.Tensor | None
 ) -> tuple[Any, Any, torch.Tensor | None]:
     """The states of this call, which are not held on to, and the mask of them alone."""
+    mask = without_padding(mask, key)
     keys: Any = key.fresh
     values = value.fresh
     key.fresh = value.fresh = None
@@ -152,4 +166,5 @@ __all__ = [
     "reader_of_caches",
     "register",
     "takes_functions",
+    "without_padding",
 ]

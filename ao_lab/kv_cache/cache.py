@@ -74,6 +74,17 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @property
+    def no_padding(self) -> torch.Tensor:
+        """An `attention_mask` for sequences none of which is padded, bool (0, 0, 0, 0): each token sees those before it.
+
+            model(token, past_key_values=cache, attention_mask=cache.no_padding)
+
+        Without an `attention_mask` transformers makes one of all positions of the cache in each step of decoding, which kernels
+        then read. ValueError in the layer for a model of which a layer has another cache, as those with a sliding window.
+        """
+        return torch.empty((0, 0, 0, 0), dtype=torch.bool)
+
 
 class CachePair(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
     """Caches of self and cross attention; transformers' own class crops dynamic ones alone."""

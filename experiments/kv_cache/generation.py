@@ -5,8 +5,9 @@ as transformers compiles by default, with attention "sdpa" where it is transform
 weights; after calls that compile they answer in turn. A token's time is the median of an answer's steps behind its first ones,
 by the host's clock, since transformers waits for every token. **Over a long context** (`LONG`) it is given a cache that is
 filled already. **A step** (`STEP`): the model's own forward over a long context, on a GPU replayed from a CUDA graph, all
-methods in turn. Filled caches hold random tokens, since no time depends on them. Weights are random, at the shapes of
-Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model, which transformers does not compile.
+methods in turn; those with `COMPILED` behind their name are a step of `ao_lab.GreedyDecoding`, which torch compiles and which
+reads no mask. Filled caches hold random tokens, since no time depends on them. Weights are random, at the shapes of
+Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model, which nobody compiles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ao_lab.greedy_decoding import GreedyDecoding
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
 from ao_lab.measure.memory import by_transformers
@@ -36,13 +38,15 @@ TIME, FIRST = "time", "first call"
 OWN = "transformers' cache"
 #: A recipe's name behind weights in int4.
 INT4 = "int4 weights, "
-#: Room behind the context: steps before and in what is timed.
+#: Behind the name of a method whose step is that of `GreedyDecoding`.
+COMPILED = ", compiled"
+#: Room behind the context: steps before and in what is timed, of all methods that share a cache.
 SPARE = 128
 #: Answers of each method, in turn, after two that compile.
 ANSWERS = 5
 #: Compiled programs of one function at once: those of all methods, which torch forgets beyond its own limit.
 PROGRAMS = 64
-COMPILED = "programs compiled"
+COMPILED_PROGRAMS = "programs compiled"
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ STEPPED = {
     "cuda": Case("Llama-3.1-8B", 1, 131072, layers=32),
     "cpu": Case("2 small layers", 1, 192, **_TINY),
 }
-#: Of a step: with bfloat16 weights, then with int4 weights.
+#: Compiled steps of a GPU: on a CPU there is nothing to be gained.
+COMPILED_STEPS = ("bfloat16", "fp8", *(INT4 + name for name in ("int4", "int4_tokens")))
+#: Of a step: with bfloat16 weights, then with int4 weights, then compiled.
 STEPS = (
     OWN,
     "bfloat16",
@@ -111,6 +117,7 @@ STEPS = (
     "int4",
     "int4_tokens",
     *(INT4 + name for name in ("bfloat16", "int4", "int4_tokens")),
+    *(name + COMPILED for name in COMPILED_STEPS),
 )
 #: The same of `generate()` over a filled cache, transformers' own cache last: it takes the longest.
 ANSWERS_OF = ("bfloat16", "fp8", *(INT4 + name for name in ("int4", "int4_tokens")), OWN)
@@ -154,7 +161,7 @@ class Arm:
         self.steps(prompt, case.new)
         first = time.perf_counter() - started
         self.steps(prompt, case.new)
-        return {FIRST: (first, "s"), COMPILED: (_programs() - programs, "")}
+        return {FIRST: (first, "s"), COMPILED_PROGRAMS: (_programs() - programs, "")}
 
     def values(self) -> Values:
         """Over all answers."""
@@ -178,12 +185,18 @@ def sharing(model: Any) -> Any:
 Make = Callable[[str], Arm]
 
 
-def methods_of(part: str, recipes: Sequence[str]) -> list[str]:
-    """The methods of GENERATE, LONG or STEP that have one of these recipes, and transformers' own cache."""
+def recipe_of_method(name: str) -> str | None:
+    """What a method stores its cache by; None for transformers' own."""
+    return None if name == OWN else name.removeprefix(INT4).removesuffix(COMPILED)
+
+
+def methods_of(part: str, recipes: Sequence[str], compiled: bool = True) -> list[str]:
+    """The methods of GENERATE, LONG or STEP that have one of these recipes, and transformers' own cache. compiled: those that
+    are a step of `GreedyDecoding` too."""
     if part == GENERATE:
         return [OWN, *recipes]
-    names = ANSWERS_OF if part == LONG else STEPS
-    return [name for name in names if name == OWN or name.removeprefix(INT4) in recipes]
+    names = ANSWERS_OF if part == LONG else [n for n in STEPS if compiled or not n.endswith(COMPILED)]
+    return [name for name in names if name == OWN or recipe_of_method(name) in recipes]
 
 
 def generated(case: Case, device: str, names: Sequence[str], deadline: Deadline) -> Mapping[str, Values]:
@@ -274,20 +287,77 @@ def _in_turn(
             del arms[name]
 
 
+@dataclass
+class Steps:
+    """What methods of a step share: models by whether weights are in int4, filled caches by recipe, and captured steps."""
+
+    watch: Watch
+    plan: Plan
+    case: Case
+    device: str
+    models: dict[bool, Any] = field(default_factory=dict)
+    caches: dict[str | None, Any] = field(default_factory=dict)
+    spans: dict[str, Span] = field(default_factory=dict)
+
+    def begin(self, name: str) -> Values:
+        """Capture the step of a method over a filled cache, which its graph goes on reading."""
+        model = _model_of(self.case, self.device, name, self.models)
+        cache, started = self.filled(model, recipe_of_method(name)), time.perf_counter()
+        call = self.compiled(model, name) if name.endswith(COMPILED) else plain_step(model, cache, self.case)
+        self.spans[name] = prepare(self.watch, [call], self.plan)
+        values: Values = {"bytes of the cache": (self.case.layers * _nbytes(cache.layers[0]), "B")}
+        return values | ({FIRST: (time.perf_counter() - started, "s")} if name.endswith(COMPILED) else {})
+
+    def filled(self, model: Any, recipe: str | None) -> Any:
+        """The cache of a recipe, which models of all weights read in turn."""
+        use_kv_cache_(model, recipe)
+        if recipe not in self.caches:
+            self.caches[recipe] = filled_cache(model, self.case, recipe)
+        return self.caches[recipe]
+
+    def compiled(self, model: Any, name: str) -> Callable[[], None]:
+        """A step of `GreedyDecoding` behind the context."""
+        torch._dynamo.reset()
+        room = self.case.context + SPARE
+        decoding = GreedyDecoding(
+            model,
+            max_length=room,
+            kv_cache=RECIPES[recipe_of_method(name) or ""],
+            compiled=True,
+            captured=False,
+        )
+        decoding.tokens = torch.full((self.case.batch, room), 3, device=model.device)
+        decoding.length.fill_(self.case.context + 1)
+        decoding.cache = self.filled(model, recipe_of_method(name))
+        return decoding.run
+
+
+def plain_step(model: Any, cache: Any, case: Case) -> Callable[[], Tensor]:
+    """A call of the model, layer by layer."""
+    token = torch.full((case.batch, 1), 3, device=model.device)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
+        return token
+
+    return step
+
+
 def stepped(case: Case, device: str, names: Sequence[str], deadline: Deadline) -> Mapping[str, Values]:
     """Milliseconds of a step by method, all in turn; of one that fails or that the deadline does not reach its status."""
-    watch, plan = watch_of(device), PLANS[device]
-    spans: dict[str, Span] = {}
+    steps = Steps(watch_of(device), PLANS[device], case, device)
     results: dict[str, Values] = {}
-    models: dict[bool, Any] = {}
-    for name in names:
-        reason = deadline.reason()
-        begin = partial(_begin, watch, plan, case, device, name, models, spans)
-        results[name] = status(reason) if reason else attempt(begin)
-    if spans:
-        failed = attempt(partial(_time, watch, plan, spans, results))
+    with bar("a step", len(names)) as shown:
+        for name in names:
+            reason = deadline.reason()
+            results[name] = status(reason) if reason else attempt(partial(steps.begin, name))
+            shown(name)
+    if steps.spans:
+        failed = attempt(partial(_time, steps.watch, steps.plan, steps.spans, results))
         if "status: ok" not in failed:
-            results |= dict.fromkeys(spans, failed)
+            results |= dict.fromkeys(steps.spans, failed)
     return results
 
 
@@ -317,28 +387,9 @@ def _in_int4(model: Any) -> Any:
     return model
 
 
-def _begin(
-    watch: Watch, plan: Plan, case: Case, device: str, name: str, models: dict[bool, Any], spans: dict[str, Span]
-) -> Values:  # fmt: skip
-    """Capture the step of a method over a filled cache, which its graph goes on reading."""
-    model = _model_of(case, device, name, models)
-    cache = _cache_of(model, case, name)
-    token = torch.full((case.batch, 1), 3, device=model.device)
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-        return token
-
-    spans[name] = prepare(watch, [step], plan)
-    taken = next(layer for layer in cache.layers)
-    return {"bytes of the cache": (case.layers * _nbytes(taken), "B")}
-
-
 def _cache_of(model: Any, case: Case, name: str) -> Any:
     """The filled cache of a method, which the model's attention is set to read."""
-    recipe = None if name == OWN else name.removeprefix(INT4)
+    recipe = recipe_of_method(name)
     use_kv_cache_(model, recipe)
     return filled_cache(model, case, recipe)
 
@@ -369,6 +420,7 @@ def filled_cache(model: Any, case: Case, recipe: str | None) -> Any:
 
 __all__ = [
     "ANSWERED",
+    "COMPILED",
     "GENERATE",
     "GENERATED",
     "INT4",

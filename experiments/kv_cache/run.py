@@ -155,7 +155,8 @@ class Timed:
         failed: list[Row] = []
         case, data = cases[self.scaled], generation.DATA
         kind = generation.STEP if part == generation.STEP else generation.GENERATE
-        names = generation.methods_of(part, chosen(self.settings, speed.RECIPES_OF[self.scaled]))
+        recipes = chosen(self.settings, speed.RECIPES_OF[self.scaled])
+        names = generation.methods_of(part, recipes, self.settings.device != "cpu")
         if self.missing(kind, data, case.setting, names) and self.deadline.left() > 0:
             for name, values in measure(case, self.settings.device, names, self.deadline).items():
                 self.keep(failed, kind, data, case.setting, name, values)

@@ -242,3 +242,23 @@ def test_the_page_of_times():
         "fp8: break-even with bfloat16, one sequence": True,
     }  # fmt: skip
     assert [target.reached for target in of_models.targets] == [True]
+
+
+def test_compiled_steps_are_compared_with_each_other():
+    """Beside steps that are not; on a CPU there are none."""
+    names = generation.methods_of(generation.STEP, ["bfloat16", "fp8"])
+    assert [name for name in names if name.endswith(generation.COMPILED)] == [
+        "bfloat16, compiled",
+        "fp8, compiled",
+    ]
+    assert generation.methods_of(generation.STEP, ["fp8"], compiled=False) == [generation.OWN, "fp8"]
+    assert generation.recipe_of_method("int4 weights, int4_tokens, compiled") == "int4_tokens"
+    case = generation.STEPPED["cuda"].setting
+    times = {"bfloat16": 11.0, "fp8": 9.0, "bfloat16, compiled": 8.0, "fp8, compiled": 6.0}
+    rows = [timed("step", case, method, "time", ms) for method, ms in times.items()]
+    (section,) = page.sections(rows)
+    assert [line[4] for line in section.tables[0].lines] == ["1.00", "1.22", "1.00", "1.33"]
+    (of_steps,) = page.targets_by_run(rows)
+    assert [(target.name, target.reached) for target in of_steps.targets if target.reached is not None] == [
+        (f"fp8, compiled, {case}: speed over bfloat16", True)
+    ]

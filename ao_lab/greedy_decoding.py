@@ -1,0 +1,200 @@
+"""Greedy decoding of a transformers model without its `generate()`: a token is one compiled program in one CUDA graph.
+
+    decoding = ao_lab.GreedyDecoding(model, max_length=131072, kv_cache="fp8")
+    tokens = decoding.generate(input_ids, max_new_tokens=256)
+
+`generate()` prepares every token on the host. Here tokens, how many there are, and keys and values stay on the device at
+addresses that do not change: a step of the whole model is recorded once and replayed, and the host waits for tokens only where
+it looks for an end. No sequence is padded, so that attention reads no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ao_lab.compile.fused_linears import compile_options
+from ao_lab.kv_cache.attention import inner, reader_of_caches, takes_functions
+from ao_lab.kv_cache.cache import KVCache
+from ao_lab.kv_cache.layer import KVLayer
+
+#: Steps before a capture, the first of which compiles; steps between two looks for an end.
+WARMUP, LOOK = 2, 8
+
+
+class GreedyDecoding:
+    """Greedy decoding of sequences of one length, none of them padded, by a transformers decoder.
+
+    max_length: tokens of prompt and answer together. kv_cache: a recipe of `use_kv_cache_`. compiled: run a step with
+    torch.compile and `compile_options`, which takes some seconds at the first call. captured: record a step as a CUDA graph.
+    Default of both: on a GPU. The model's attention is set to "ao_lab"; its weights are unchanged and may be quantized, but not
+    be replaced once a step was recorded.
+
+    TypeError for anything but a transformers decoder. ValueError for a max_length below 2, an unknown recipe or one that the
+    model's heads do not support, captured=True on a CPU, a model whose attention cannot be replaced, and one with layers that
+    have a sliding window or a state of another kind.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_length: int = 4096,
+        kv_cache: Any = "bfloat16",
+        compiled: bool | None = None,
+        captured: bool | None = None,
+    ) -> None:
+        model = inner(model)
+        _check(model, max_length)
+        self.cache = KVCache(model, kv_cache, max_length)
+        if not all(isinstance(layer, KVLayer) for layer in self.cache.layers):
+            raise ValueError(
+                f"{type(model).__name__} has layers with sliding windows or states, which count tokens on the host; use "
+                "generate()"
+            )
+        self.device = next(model.parameters()).device
+        on_gpu = self.device.type == "cuda"
+        self.captured = on_gpu if captured is None else captured
+        if self.captured and not on_gpu:
+            raise ValueError(
+                f"captured=True needs a model on a GPU, this one is on {self.device.type}; leave it out"
+            )
+        model.set_attn_implementation(reader_of_caches(model))
+        self.max_length = max_length
+        self._eager = NextToken(model)
+        self._mask = self.cache.no_padding
+        options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
+        wanted = on_gpu if compiled is None else compiled
+        self._next: Callable[..., Tensor] = torch.compile(self._eager, **options) if wanted else self._eager
+        #: All tokens so far (sequences, max_length), and their number, 0-d int64 on the device.
+        self.tokens = torch.zeros((0, max_length), dtype=torch.int64, device=self.device)
+        self.length = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | Sequence[int] | None = None
+    ) -> Tensor:
+        """Tokens (B, prompt) to (B, prompt + new). With eos_token_id, one or several, it ends where every sequence has one,
+        and what a sequence has behind its own stays.
+
+        ValueError for an empty prompt, for tokens beyond `max_length`, and for another number of sequences than before.
+        """
+        self._check_room(input_ids, max_new_tokens)
+        if self.captured and self._graph is None:
+            self._capture(input_ids)
+        self.begin(input_ids)
+        prompt, wanted = input_ids.shape[1], input_ids.shape[1] + max_new_tokens
+        ends = torch.as_tensor([] if eos_token_id is None else eos_token_id, device=self.device)
+        for known in range(prompt + 1, wanted + 1):
+            if ends.numel() and ((known - prompt) % LOOK == 0 or known == wanted):
+                end = self._end(prompt, known, ends)
+                if end is not None:
+                    return self.tokens[:, :end].clone()
+            if known < wanted:
+                self.step()
+        return self.tokens[:, :wanted].clone()
+
+    @torch.no_grad()
+    def begin(self, input_ids: Tensor) -> None:
+        """Read a prompt (B, tokens), and choose the token behind it."""
+        self._check_room(input_ids, 1)
+        batch, prompt = input_ids.shape
+        if not len(self.tokens):
+            self.tokens = self.tokens.new_zeros((batch, self.max_length))
+        self.cache.reset()
+        self.tokens[:, :prompt] = input_ids
+        self.tokens[:, prompt : prompt + 1] = self._eager(input_ids, self.cache, self._mask)
+        self.length.fill_(prompt + 1)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step is replayed from a CUDA graph."""
+        return self._graph is not None
+
+    def step(self) -> None:
+        """One more token of each sequence, replayed where it was recorded; nobody counts whether there is room."""
+        if self._graph is None:
+            self.run()
+        else:
+            self._graph.replay()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """A step as it is recorded: launches alone, nothing that waits for the device."""
+        # Indices of one dimension stay on the device.
+        at = self.length.view(1)
+        chosen = self._next(self.tokens.index_select(1, at - 1), self.cache, self._mask)
+        self.tokens.index_copy_(1, at, chosen)
+        self.length.add_(1)
+
+    def _check_room(self, input_ids: Tensor, new: int) -> None:
+        batch, prompt = input_ids.shape
+        if prompt < 1 or new < 1 or prompt + new > self.max_length:
+            raise ValueError(
+                f"{prompt} tokens and {new} new ones, at least one each, do not fit max_length={self.max_length}; make another "
+                "GreedyDecoding, or ask for fewer"
+            )
+        if len(self.tokens) not in (0, batch):
+            raise ValueError(
+                f"this GreedyDecoding has {len(self.tokens)} sequences and got {batch}; make another one for them"
+            )
+
+    def _end(self, first: int, known: int, ends: Tensor) -> int | None:
+        """How many tokens there are up to where the last sequence ends; None where one has not ended."""
+        found = torch.isin(self.tokens[:, first:known], ends)
+        if not bool(found.any(1).all()):
+            return None
+        return first + int(found.int().argmax(1).max()) + 1
+
+    def _capture(self, input_ids: Tensor) -> None:
+        """Record a step behind a prompt of one token, which leaves nothing that `begin` does not overwrite."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                self.begin(input_ids[:, :1])
+                self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.begin(input_ids[:, :1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.run()
+        self._graph = graph
+
+
+class NextToken(nn.Module):
+    """The most likely token behind the last one of each sequence, int64 (B, 1)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        """ids: (B, tokens), written into the cache."""
+        logits: Tensor = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        return logits[:, -1:].argmax(-1)
+
+
+def _check(model: Any, max_length: int) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(model, "generate") or config is None or config.is_encoder_decoder:
+        raise TypeError(
+            f"GreedyDecoding takes a transformers decoder that generates, got {type(model).__name__}; for others there is "
+            "ao_lab.use_kv_cache_ and generate()"
+        )
+    if not takes_functions(model):
+        raise ValueError(
+            f"the attention of {type(model).__name__} cannot be replaced, and its own does not read an ao_lab cache; use "
+            "transformers' generate()"
+        )
+    if type(max_length) is not int or max_length < 2:
+        raise ValueError(f"max_length is a number of tokens, 2 or more; got {max_length!r}")
+
+
+__all__ = ["GreedyDecoding"]

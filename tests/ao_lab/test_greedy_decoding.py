@@ -1,0 +1,91 @@
+"""Greedy decoding by a loop of our own: tokens are those of transformers' `generate()`."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import ao_lab
+from ao_lab.greedy_decoding import LOOK, GreedyDecoding
+from tests.ao_lab.test_self_speculation import PROMPT, greedy, llama
+
+PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "int4"])
+def test_tokens_are_those_of_generate(recipe):
+    """Of several sequences, and again with another prompt."""
+    model = llama(head_dim=64)
+    decoding = GreedyDecoding(model, max_length=32, kv_cache=recipe)
+    ao_lab.use_kv_cache_(model, recipe)
+    for prompts in (PROMPTS, PROMPTS[:, 2:]):
+        assert torch.equal(decoding.generate(prompts, 20), greedy(model, prompts, 20))
+
+
+def test_it_ends_where_every_sequence_has_an_end():
+    """Before and behind a look for it, and without one."""
+    model = llama()
+    whole = GreedyDecoding(model, max_length=40).generate(PROMPTS, 30)
+    new = whole[:, PROMPTS.shape[1] :]
+    for at in (0, 1, LOOK - 1, LOOK, 29):
+        ends = new[:, at].tolist()
+        last = max(int(torch.isin(row, new[:, at]).int().argmax()) for row in new)
+        found = GreedyDecoding(model, max_length=40).generate(PROMPTS, 30, eos_token_id=ends)
+        assert torch.equal(found, whole[:, : PROMPTS.shape[1] + last + 1])
+    missing = next(token for token in range(61) if token not in new)
+    assert torch.equal(GreedyDecoding(model, max_length=40).generate(PROMPTS, 30, missing), whole)
+
+
+def test_a_compiled_step_is_one_program():
+    """The same tokens; nothing is compiled again for another prompt."""
+    model, compile_ = llama(), torch.compile
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with mock.patch.object(torch, "compile", lambda f, **_: compile_(f, backend="eager", fullgraph=True)):
+        decoding = GreedyDecoding(model, max_length=32, compiled=True)
+    expected = GreedyDecoding(model, max_length=32)
+    for prompts in (PROMPTS, PROMPTS[:, 2:]):
+        assert torch.equal(decoding.generate(prompts, 8), expected.generate(prompts, 8))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_calls_that_cannot_be():
+    model = llama()
+    with pytest.raises(ValueError, match="captured=True needs a model on a GPU"):
+        GreedyDecoding(model, captured=True)
+    with pytest.raises(ValueError, match="max_length is a number of tokens, 2 or more"):
+        GreedyDecoding(model, max_length=1)
+    with pytest.raises(ValueError, match="sliding windows"):
+        GreedyDecoding(sliding(), max_length=32)
+    with pytest.raises(TypeError, match="takes a transformers decoder"):
+        GreedyDecoding(torch.nn.Linear(4, 4))
+    decoding = GreedyDecoding(model, max_length=16)
+    with pytest.raises(ValueError, match="do not fit max_length=16"):
+        decoding.generate(PROMPT, 10)
+    decoding.generate(PROMPT, 2)
+    with pytest.raises(ValueError, match="has 1 sequences and got 2"):
+        decoding.generate(PROMPTS, 2)
+
+
+def sliding():
+    """A model whose layers have windows."""
+    import transformers
+
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61,
+        sliding_window=8,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def test_no_mask_but_with_a_cache_of_ours():
+    """transformers' own attention would read what is behind the last token."""
+    import transformers
+
+    model = llama()
+    cache = ao_lab.KVCache(model, "bfloat16", 32)
+    model.set_attn_implementation("ao_lab")
+    other = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="no_padding is for models all of whose layers"):
+        model(PROMPT, past_key_values=other, attention_mask=cache.no_padding)

@@ -1,0 +1,90 @@
+"""On a GPU: which kernels one step of a model over a long context consists of, and how long each takes, by method.
+
+    PYTHONPATH=. python tests/gpu/attention/step.py [--layers 4] [--context 131072] [--out FOLDER]
+        [--methods "bfloat16" "bfloat16, compiled" "int4 weights, int4" "int4 weights, int4, compiled"]
+
+Methods are those of `ao-lab reproduce kv_cache --only step`, captured as there, of a model of Llama-3.1-8B's shapes with few
+layers, since all are alike. A line for each kernel of a replayed step: how often, microseconds in all; of all together their
+sum, the length of the union of their intervals, and what the step takes by events without the profiler. Rows in FOLDER/step.csv
+(else $OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from ao_lab.measure.turns import in_turn, watch_of
+from experiments.kv_cache.generation import PLANS, STEPPED, STEPS, Steps
+from experiments.ladder.trace import busy, traced
+from tests.gpu.harness.lines import run_parts, say
+
+#: Steps of a trace, and of what is timed without one.
+TRACED, TIMED = 3, 10
+METHODS = ("bfloat16", "bfloat16, compiled", "int4 weights, int4", "int4 weights, int4, compiled")
+#: Letters of a kernel's name that a line has.
+LETTERS = 60
+
+
+def begin(steps: Steps, name: str) -> None:
+    """Capture a method's step, and say how long it takes."""
+    values = steps.begin(name)
+    if "first call" in values:
+        say(name, "compile and capture", values["first call"][0], "s")
+    replay = steps.spans[name].graph
+    seconds = steps.watch.seconds([replay] * TIMED)
+    say(name, f"a step of {steps.case.layers} layers", statistics.median(seconds) * 1e6, "us")
+
+
+def profile(steps: Steps, name: str) -> None:
+    """Kernels of a replayed step, the longest first."""
+    kernels, _ = traced(in_turn([steps.spans[name].graph] * TRACED), steps.device)
+    times = defaultdict(list)
+    for one in kernels:
+        times[one.name].append(one.end - one.begin)
+    say(name, "kernels of a step", len(kernels) / TRACED, "")
+    say(name, "sum of kernels", sum(map(sum, times.values())) / TRACED, "us")
+    say(name, "union of kernels", busy(kernels) / TRACED, "us")
+    for kernel, found in sorted(times.items(), key=lambda one: -sum(one[1])):
+        count = len(found) / TRACED
+        say(
+            name,
+            kernel[:LETTERS],
+            sum(found) / TRACED,
+            "us",
+            count=round(count, 2),
+            each=round(statistics.median(found), 2),
+        )
+
+
+def main() -> int:
+    """Times of all methods first: every launch takes longer once a profiler has run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=STEPS)
+    parser.add_argument(
+        "--device", default="cuda", choices=sorted(STEPPED), help="cpu: small layers, to try the program"
+    )
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    asked = parser.parse_args()
+    case = STEPPED[asked.device]
+    case = replace(case, layers=asked.layers, context=asked.context or case.context)
+    steps = Steps(watch_of(asked.device), PLANS[asked.device], case, asked.device)
+    parts = {f"begin {name}": partial(begin, steps, name) for name in asked.methods}
+    parts |= {f"profile {name}": partial(profile, steps, name) for name in asked.methods}
+    return run_parts(parts, parts, "step.csv", asked.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
