@@ -113,9 +113,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
     ):
         for where, results in by_run(rows, kind).items():
             words.append(f"{name} ({where}): {how_many(results)}.")
-    words += [
-        f"{text} ({where})." for where, results in gpu_speeds(rows).items() for text in speed_texts(results)
-    ]
+    for where, results in gpu_speeds(rows).items():
+        if missed(results):
+            words.append(f"Cases that were timed ({where}): {how_many(results)}.")
+        words += [f"{text} ({where})." for text in speed_texts(results)]
     return words
 
 
@@ -233,8 +234,27 @@ def commit_of(results: Results, setting: str, name: str) -> str:
     return next((row.commit for row in results.rows if (row.setting, row.method) == (setting, name)), "")
 
 
+def missed(results: Results) -> list[tuple[str, str]]:
+    """Cases that did not end as they should."""
+    return [case for case in cases_of(results) if status_of(results, *case) != "ok"]
+
+
+def missed_table(results: Results) -> Table:
+    """Cases without times, and why."""
+    lines = [
+        [
+            name,
+            status_of(results, expected, name),
+            results.day(expected, name),
+            commit_of(results, expected, name),
+        ]
+        for expected, name in missed(results)
+    ]
+    return Table("Not timed", ["case", "why", "day", "commit"], lines, results.rows)
+
+
 def speed_tables(results: Results) -> list[Table]:
-    """A table a group of cases."""
+    """A table a group of cases; one of those that failed."""
     ran = [name for expected, name in cases_of(results) if status_of(results, expected, name) == "ok"]
     groups = list(dict.fromkeys(name.partition(",")[0] for name in ran))
     tables = []
@@ -248,7 +268,7 @@ def speed_tables(results: Results) -> list[Table]:
             for name, method in lines
         ]
         tables.append(Table(one, ["peer", *(title for title, _ in used.values())], cells, results.rows))
-    return tables
+    return [*tables, missed_table(results)] if missed(results) else tables
 
 
 def speed_cells(results: Results, name: str, method: str, used: dict[str, tuple[str, int]]) -> list[str]:

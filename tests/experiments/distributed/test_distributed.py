@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.distributed import failures, run, speed
+from experiments.distributed import failures, page, run, speed
 from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, Rank, Tally, chosen
 from experiments.distributed.launch import launch
 from experiments.distributed.ranks import FAILED, Plan, in_need
@@ -133,6 +133,18 @@ def test_what_has_not_passed_here_goes_first_or_alone(tmp_path):
     wanted = [cases[2], cases[3], cases[4]]
     assert in_need(cases, rows, settings, 2, alone=True) == wanted
     assert in_need(cases, rows, settings, 2) == [*wanted, *cases[:2]]
+
+
+def test_the_page_says_which_times_failed(tmp_path):
+    first, second = [case for case in run.CASES if case.kind == SPEED][:2]
+    plan = Plan([first, second], settings_for("full", "cpu", tmp_path), tmp_path)
+    error = "error: rank 0: RuntimeError: of strides"
+    rows = [*plan.rows(first, 2, status("ok")), *plan.rows(second, 2, status(error))]
+    rows = [replace(row, device="a GPU") for row in rows]
+    *_, table = page.sections(rows)[-1].tables
+    assert [line[:2] for line in table.lines] == [[second.name, error]]
+    assert any(f"1 of 2; failed: {second.name}" in words for words in page.findings(rows))
+    assert not page.missed(page.Results(rows[:1]))
 
 
 @pytest.mark.nightly
