@@ -48,9 +48,21 @@ def blocks(rank: Rank, count: int = 2) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(count))).to(rank.device, rank.dtype)
 
 
-def batch(rank: Rank, of: int, step: int) -> Tensor:
+def squares(rank: Rank) -> nn.Sequential:
+    """Square layers: their shapes do not say which way round codes lie. On GPUs as large as torch's product takes over."""
+    torch.manual_seed(0)
+    width = sizes_of_squares(rank)[1]
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(2))).to(rank.device, rank.dtype)
+
+
+def sizes_of_squares(rank: Rank) -> tuple[int, int]:
+    """Tokens of a batch, and the layers' width."""
+    return (1024, 4096) if rank.device.type == "cuda" else (TOKENS, WIDTH)
+
+
+def batch(rank: Rank, of: int, step: int, sizes: tuple[int, int] = (TOKENS, WIDTH)) -> Tensor:
     """The batch of a rank in a step."""
-    return rank.random(TOKENS, WIDTH, seed=100 * step + of)
+    return rank.random(*sizes, seed=100 * step + of)
 
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
@@ -95,17 +107,24 @@ def one_process(rank: Rank, net: nn.Module, batches: Callable[[int], Tensor]) ->
     return mine
 
 
-def train_shared(rank: Rank, tally: Tally, recipe: str, codes: bool) -> None:
-    """Ten steps of AdamW: losses, gradients and weights."""
+def train_shared(
+    rank: Rank, tally: Tally, recipe: str, codes: bool, states: str | None = None, square: bool = False
+) -> None:
+    """Ten steps of AdamW: losses, gradients and weights.
+
+    square: layers of `squares`. states: an optimizer of `ao_lab.optim`, whose kernels write to shards by their addresses, and
+    after which nothing says that codes and scales are old but the count of its writes.
+    """
     from ao_lab import convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 
-    one, many = blocks(rank), blocks(rank)
+    one, many = (squares(rank) if square else blocks(rank) for _ in range(2))
+    sizes = sizes_of_squares(rank) if square else (TOKENS, WIDTH)
     for net in (one, many):
         convert_for_training_(net, recipe, fsdp_float8_all_gather=codes)
     share(many)
-    optimizers = [torch.optim.AdamW(net.parameters(), LEARNING, foreach=False) for net in (one, many)]
+    optimizers = [optimizer_of(net, states) for net in (one, many)]
     for step in range(STEPS):
-        batches = partial(batch, rank, step=step)
+        batches = partial(batch, rank, step=step, sizes=sizes)
         expected = one_process(rank, one, batches)
         found = loss_of(many, batches(rank.rank)) * weight_of(rank.rank)
         found.backward()
@@ -114,9 +133,51 @@ def train_shared(rank: Rank, tally: Tally, recipe: str, codes: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if codes and recipe == "tensorwise":
+        if codes and recipe == "tensorwise" and states is None:
             precompute_float8_dynamic_scale_for_fsdp(many)
     compare(tally, f"weight after {STEPS} steps", one, many, lambda p: p)
+
+
+def optimizer_of(net: nn.Module, states: str | None) -> Any:
+    """torch's AdamW, or one of stored states, which rounds bfloat16 weights stochastically."""
+    if states is None:
+        return torch.optim.AdamW(net.parameters(), LEARNING, foreach=False)
+    import ao_lab.optim
+
+    drawn = next(net.parameters()).dtype == torch.bfloat16
+    return getattr(ao_lab.optim, states)(net.parameters(), lr=LEARNING, bf16_stochastic_round=drawn)
+
+
+def write_row(rank: Rank, tally: Tally, recipe: str) -> None:
+    """A row of every shard is made larger than all values between two steps, and precompute called: losses and gradients are
+    those of the weight with its new scales."""
+    from ao_lab import convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
+
+    one, many = blocks(rank), blocks(rank)
+    for net in (one, many):
+        convert_for_training_(net, recipe, fsdp_float8_all_gather=True)
+    share(many)
+    for step in range(3):
+        batches = partial(batch, rank, step=step)
+        expected = one_process(rank, one, batches)
+        found = loss_of(many, batches(rank.rank)) * weight_of(rank.rank)
+        found.backward()
+        tally.bits(f"loss of step {step}", found, expected)
+        compare(tally, f"gradient of step {step}", one, many, lambda p: p.grad)
+        with torch.no_grad():
+            for a, b in zip(layers_of(one), layers_of(many), strict=True):
+                shards = a.weight.chunk(rank.size)
+                for row in (*(shard[step] for shard in shards), b.weight.to_local()[step]):
+                    row.fill_(4.0 + step)
+        for net in (one, many):
+            net.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(many)
+    compare(tally, "weight", one, many, lambda p: p)
+
+
+def layers_of(net: nn.Module) -> list[Any]:
+    """Linear layers."""
+    return [module for module in net.modules() if isinstance(module, nn.Linear)]
 
 
 def compare(tally: Tally, what: str, one: nn.Module, many: nn.Module, part: Callable[[Any], Any]) -> None:
@@ -307,7 +368,7 @@ def replicas_alike(rank: Rank, tally: Tally, net: nn.Module) -> None:
 
 
 def gathered_cases() -> list[Case]:
-    """Recipes, with codes gathered and values."""
+    """Recipes, with codes gathered and values; codes of weights that are written to past torch."""
     found = []
     for recipe in RECIPES:
         found.append(
@@ -319,6 +380,13 @@ def gathered_cases() -> list[Case]:
         else:
             work = partial(train_shared, recipe=recipe, codes=True)
             found.append(Case(name, work, BITS, day=recipe == "rowwise"))
+    for recipe in ("tensorwise", "rowwise"):
+        name = f"FSDP2, {recipe}, codes gathered"
+        stored = partial(train_shared, recipe=recipe, codes=True, states="AdamW8bit")
+        found.append(Case(f"{name}, AdamW8bit", stored, BITS))
+        wide = partial(train_shared, recipe=recipe, codes=True, square=True)
+        found.append(Case(f"{name}, square layers", wide, BITS))
+        found.append(Case(f"{name}, a row is written", partial(write_row, recipe=recipe), BITS))
     return found
 
 
