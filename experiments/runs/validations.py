@@ -210,7 +210,9 @@ def obstacle(shares: Shares) -> str:
     if {of for _, of in shares} != {count} or len(runs) > 1:
         return "results of several runs; write each into a folder of its own"
     if {*shares} != {(at, count) for at in range(count)} or late or dead:
-        return f"{len(each) - dead} of {count} shares ended, {late} checks not reached"
+        missing = sorted({str(module) for one in each for module in one.get("missing", ())})
+        why = f", not installed: {', '.join(missing)}" if missing else ""
+        return f"{len(each) - dead} of {count} shares ended, {late} checks not reached{why}"
     if chosen := sorted({str(one["chosen by"]) for one in each} - {""}):
         return f"some of its checks alone, chosen by {', '.join(chosen)}"
     if each[0]["device"] == "cpu":

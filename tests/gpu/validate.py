@@ -10,8 +10,8 @@ subject, after which nothing of it starts; what was not reached is named. --all:
 the rule's alone. --schemes (recipes), --rows, --shapes: of checks that have them, and of what is timed. --out (else $OUT):
 a folder for NAME.json, written as results come; committed times under reports/data are such rows. `--device cpu` tries the
 programs that need no GPU. --workers: processes at a time, each with a share of a subject's checks (bits alone: times want a
-GPU for themselves); --seconds then holds for all of it. Public functions are compared by `validate_kernels.py`, the
-reference by `validate_reference.py`.
+GPU for themselves); --seconds then holds for all of it, which ends 20 seconds later at most. Public functions are compared
+by `validate_kernels.py`, the reference by `validate_reference.py`.
 
 Exits with 1 where anything differs or raises, else with 2 where something was not reached.
 """
@@ -21,11 +21,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -55,20 +61,50 @@ MODULES: dict[str, tuple[str, ...]] = {
     "models.experts_decoding": ("experts_decoding",),
     "models.torchtitan": ("torchtitan",),
 }
-#: Seconds after its time that a share has to end its last check.
-GRACE = 45
+#: Seconds after the end of the time in which checks that have begun may end; what has not is killed, and not reached.
+GRACE = 15
 NAMES = tuple(name for names in MODULES.values() for name in names)
+#: Gigabytes of the GPU that processes may take together, and that one takes of which COSTS says nothing.
+MEMORY, GIGABYTES = 134, 2
+#: Seconds between looks at a process.
+POLL = 0.1
 
 
-#: Shares of a subject's checks on several processes; of others TWO.
-SHARES = {
-    "triton_small_m": 8, "sm90_w4a16_gemv": 4, "sm90_w4a16_gemm": 4, "sm90_sparse24_gemm": 8, "sm90_sparse24_w4a16_gemv": 4,
-    "pairs": 5, "layers": 8, "expert_layers": 6, "dynamic_inputs": 8, "training_operands": 16, "training_steps": 6,
-    "sparse_training": 4, "layer_gradients": 8, "cusparselt": 4, "gptq": 1, "calibration_memory": 1,
+@dataclass(frozen=True)
+class Cost:
+    """Of a subject's checks: core-seconds as an H200 and 16 cores had them, processes that share them, gigabytes of each."""
+
+    seconds: int
+    shares: int = 1
+    gigabytes: int = GIGABYTES
+
+
+COSTS = {
+    "triton_small_m": Cost(361, 8), "sm90_w4a16_gemv": Cost(228, 6), "sm90_w4a16_gemm": Cost(144, 4),
+    "triton_small_m_experts": Cost(34, 2), "sm90_w4a16_gemm_experts": Cost(194, 4), "sm90_intn_small_m": Cost(119, 3),
+    "sm90_s8_gemm": Cost(20), "triton_int_scaled_mm": Cost(14), "pairs": Cost(252, 5), "layers": Cost(280, 8),
+    "expert_layers": Cost(257, 6), "dynamic_inputs": Cost(141, 4), "sm90_sparse24_w4a16_gemv": Cost(277, 7),
+    "triton_mma_sparse_small_m": Cost(79, 2), "sparse_pairs": Cost(142, 4), "sm90_sparse24_gemm": Cost(262, 7),
+    "cusparselt": Cost(91, 3), "sparse_wgmma": Cost(48, 2), "sparsegpt": Cost(4), "sparse_training": Cost(140, 4),
+    "sparse_training_kernels": Cost(153, 4), "linear_gradients": Cost(42, 2), "layer_gradients": Cost(51, 2),
+    "training_operands": Cost(130, 4), "training_steps": Cost(150, 5), "grouped_training": Cost(190, 5, 8),
+    "gptq": Cost(120, 4), "calibration_memory": Cost(200, 5, 20), "qat": Cost(56, 2), "quantize": Cost(65, 2, 20),
+    "checkpoints": Cost(120, 4), "experts_decoding": Cost(100, 1, 66), "torchtitan": Cost(60),
 }  # fmt: skip
-TWO = 2
-#: Subjects whose shares take longest, which begin first; all others begin in the order of MODULES.
-HEAVY = ("triton_small_m", "layers", "expert_layers", "pairs")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of a subject's checks: those whose number leaves `at` when it is divided by `count`."""
+
+    name: str
+    at: int
+    count: int
+
+    @property
+    def cost(self) -> Cost:
+        """Of the subject."""
+        return COSTS[self.name]
 
 
 def subject(name: str) -> Subject:
@@ -100,6 +136,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"))
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - {*NAMES}:
@@ -109,52 +146,103 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def in_shards(names: list[str], options: argparse.Namespace) -> dict[str, int]:
-    """Shares of subjects on processes of their own, HEAVY first; the worst exit code of each subject."""
-    shares = [(name, at, SHARES.get(name, TWO)) for name in names for at in range(SHARES.get(name, TWO))]
-    shares.sort(key=lambda share: share[0] not in HEAVY)
-    end = time.monotonic() + options.seconds
-    codes: dict[str, int] = {}
-    with ThreadPoolExecutor(options.workers) as pool:
-        for (name, *_), code in zip(
-            shares, pool.map(lambda share: one_share(share, options, end), shares), strict=True
-        ):
-            codes[name] = min({codes.get(name, 0), code} - {0}, default=0)
+def in_this_process(chosen: list[Subject], options: argparse.Namespace, out: Path | None) -> dict[str, int]:
+    """One subject after the other; their exit codes."""
+    # Of a process among several: until a time, imports included.
+    seconds = options.end - time.time() if options.end else options.seconds
+    parts = options.part or (PARTS if options.names else PARTS[:1])
+    asked = Asked(
+        options.device, parts, options.only, seconds, options.schemes, options.rows, options.shapes, options.all, out,
+        tuple(options.shard),
+    )  # fmt: skip
+    return {one.name: perform(one, asked) for one in chosen}
+
+
+def in_shards(names: list[str], options: argparse.Namespace, end: float) -> dict[str, int]:
+    """Shares of subjects on processes of their own, those that take longest first, as many as cores and the GPU's memory
+    have room for; the worst exit code of each subject."""
+    waiting = [Share(name, at, COSTS[name].shares) for name in names for at in range(COSTS[name].shares)]
+    waiting.sort(key=lambda share: -share.cost.seconds / share.count)
+    codes, running, stop = dict[str, int](), dict[Future[int], Share](), Event()
+    with ThreadPoolExecutor(options.workers) as pool, stopping(stop):
+        while waiting or running:
+            for share in beside([*running.values()], waiting, options.workers):
+                waiting.remove(share)
+                running[pool.submit(one_share, share, options, end, stop)] = share
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(future).name
+                codes[name] = min({codes.get(name, 0), future.result()} - {0}, default=0)
     return codes
 
 
-def one_share(share: tuple[str, int, int], options: argparse.Namespace, end: float) -> int:
-    """A share of a subject's checks on a process of its own; what it prints is shown when it ends. 1 where it died."""
-    name, at, count = share
-    if (left := end - time.monotonic()) <= 0:
-        sys.stdout.write(f"{name}: NOT REACHED, no time: share {at + 1} of {count}\n")
-        return 2
-    command = [
-        sys.executable, __file__, name, "--part", "bits", "--only", options.only, "--seconds", f"{left:.0f}",
-        "--device", options.device, "--shard", str(at), str(count),
-    ]  # fmt: skip
-    command += ["--all"] if options.all else []
-    for flag, values in (("--schemes", options.schemes), ("--rows", options.rows)):
-        command += [flag, *map(str, values)] if values else []
-    command += ["--shapes", *("x".join(map(str, one)) for one in options.shapes)] if options.shapes else []
-    command += ["--out", str(options.out)] if options.out is not None else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+@contextmanager
+def stopping(stop: Event) -> Iterator[None]:
+    """Set where the body raises, as it does for Ctrl-C: processes in sessions of their own end with this one."""
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=left + GRACE
-        )
-        printed, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        printed = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        printed, code = f"{printed}{name}: no end {GRACE} s after its time\n", 2
+        yield
+    except BaseException:
+        stop.set()
+        raise
+
+
+def beside(running: list[Share], waiting: list[Share], workers: int) -> list[Share]:
+    """Which of the shares that wait may begin; the first one in any case where nothing runs."""
+    begun: list[Share] = []
+    for share in waiting:
+        taken = sum(one.cost.gigabytes for one in [*running, *begun])
+        if len(running) + len(begun) < workers and (not taken or taken + share.cost.gigabytes <= MEMORY):
+            begun.append(share)
+    return begun
+
+
+def one_share(share: Share, options: argparse.Namespace, end: float, stop: Event) -> int:
+    """A share of a subject's checks on a process of its own; what it prints is shown when it ends. 1 where it died."""
+    if time.time() >= end:
+        sys.stdout.write(f"{share.name}: NOT REACHED, no time: share {share.at + 1} of {share.count}\n")
+        return 2
+    printed, code = run_until(command_of(share, options, end), end + GRACE, stop)
+    if code is None:
+        printed += f"{share.name}: NOT REACHED, no end {GRACE} s after its time: share {share.at + 1} of {share.count}\n"
+        code = 2
     sys.stdout.write(printed)
     sys.stdout.flush()
     return code if code in (0, 1, 2) else 1
 
 
+def command_of(share: Share, options: argparse.Namespace, end: float) -> list[str]:
+    """This program for one share."""
+    command = [
+        sys.executable, __file__, share.name, "--part", "bits", "--only", options.only, "--end", f"{end:.1f}",
+        "--device", options.device, "--shard", str(share.at), str(share.count),
+    ]  # fmt: skip
+    command += ["--all"] if options.all else []
+    for flag, values in (("--schemes", options.schemes), ("--rows", options.rows)):
+        command += [flag, *map(str, values)] if values else []
+    command += ["--shapes", *("x".join(map(str, one)) for one in options.shapes)] if options.shapes else []
+    return command + (["--out", str(options.out)] if options.out is not None else [])
+
+
+def run_until(command: list[str], end: float, stop: Event) -> tuple[str, int | None]:
+    """What a program printed, and its exit code; None where it was killed with all that it had started, at a time or as
+    this program is stopped."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as printed:
+        program = subprocess.Popen(
+            command, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        while (code := program.poll()) is None and time.time() < end and not stop.is_set():
+            time.sleep(POLL)
+        if code is None:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+        printed.seek(0)
+        return printed.read(), code
+
+
 def main(arguments: list[str] | None = None) -> int:
     """All subjects that were asked for; the exit code."""
     options = parse(arguments)
+    end = time.time() + options.seconds
     if options.list:
         for name in NAMES:
             one = subject(name)
@@ -169,17 +257,13 @@ def main(arguments: list[str] | None = None) -> int:
     out = None if options.out is None else Path(options.out)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    asked = Asked(
-        options.device, options.part or (PARTS if options.names else PARTS[:1]), options.only, options.seconds,
-        options.schemes, options.rows, options.shapes, options.all, out, tuple(options.shard),
-    )  # fmt: skip
-    chosen = [subject(name) for name in options.names or NAMES]
+    names = [*(options.names or NAMES)]
     if options.device == "cpu":
-        chosen = [one for one in chosen if one.on_cpu]
+        names = [name for name in names if subject(name).on_cpu]
     if options.workers > 1:
-        codes = in_shards([one.name for one in chosen], options)
+        codes = in_shards(names, options, end)
     else:
-        codes = {one.name: perform(one, asked) for one in chosen}
+        codes = in_this_process([subject(name) for name in names], options, out)
     for code, word in ((1, "WRONG"), (2, "not all reached")):
         if found := [name for name, each in codes.items() if each == code]:
             sys.stdout.write(f"{word}: {', '.join(found)}\n")

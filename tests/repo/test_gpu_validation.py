@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import time
 from dataclasses import replace
+from threading import Event
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -315,6 +317,51 @@ def test_what_is_wrong_is_said(capsys):
 def test_what_no_time_is_left_for_has_not_passed(capsys):
     assert checked("", "", seconds=-1.0) == 2
     assert "NOT REACHED, no time: check 0; check 1" in capsys.readouterr().out
+
+
+def test_a_check_without_its_library_was_not_reached(tmp_path, capsys):
+    """A module of this project that is missing is wrong."""
+    absent = ModuleNotFoundError("No module named 'loguru'", name="loguru.sinks")
+    assert checked("", absent, absent, out=tmp_path) == 2
+    assert "NOT REACHED, pip install loguru: check 1; check 2" in capsys.readouterr().out
+    found = json.loads((tmp_path / "subject.json").read_text())
+    assert (found["checks"], found["left out"], found["missing"]) == (1, ["check 1", "check 2"], ["loguru"])
+    assert checked(ModuleNotFoundError("No module named 'fast.gem'", name="fast.gem")) == 1
+    assert checked(ModuleNotFoundError("nothing says which")) == 1
+
+
+def test_processes_fit_into_cores_and_memory(monkeypatch):
+    """The longest first; what does not fit waits for room, not those behind it; the worst exit code counts."""
+    assert {*validate.COSTS} == {*validate.NAMES}
+    wide, small = (
+        [validate.Share(name, at, 3) for at in range(3)] for name in ("calibration_memory", "gptq")
+    )
+    monkeypatch.setattr(validate, "MEMORY", 43)
+    assert validate.beside([], [*wide, *small], 8) == [*wide[:2], small[0]]
+    assert validate.beside(wide[:1], [*wide[1:], *small], 2) == [wide[1]]
+    monkeypatch.setattr(validate, "MEMORY", 1)
+    assert validate.beside([], wide, 8) == wide[:1]
+    begun = []
+
+    def one_share(share, *_):
+        begun.append(share.name)
+        return {"gptq": (2, 0, 1, 2), "sparsegpt": (0,), "cusparselt": (0, 2, 0)}[share.name][share.at]
+
+    monkeypatch.setattr(validate, "one_share", one_share)
+    codes = validate.in_shards(["sparsegpt", "gptq", "cusparselt"], SimpleNamespace(workers=1), 0.0)
+    assert codes == {"sparsegpt": 0, "gptq": 1, "cusparselt": 2}
+    assert begun == ["cusparselt"] * 3 + ["gptq"] * 4 + ["sparsegpt"]
+
+
+def test_a_process_is_killed_at_its_time_with_what_it_started():
+    program = "import subprocess; subprocess.run('echo begun; sleep 60', shell=True)"
+    command, begin = [sys.executable, "-c", program], time.time()
+    assert validate.run_until(command, begin + 1.0, Event()) == ("begun\n", None)
+    stop = Event()
+    stop.set()
+    assert validate.run_until(command, begin + 60, stop)[1] is None
+    assert time.time() - begin < 20
+    assert validate.run_until([sys.executable, "-c", "exit(2)"], begin + 60, Event()) == ("", 2)
 
 
 def test_rows_of_times_are_written(tmp_path, monkeypatch, capsys):

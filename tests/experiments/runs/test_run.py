@@ -284,6 +284,10 @@ def test_results_of_checks_become_lines_where_all_shares_ended(tmp_path):
         ({"gemm": {"chosen by": "--only 4096"}}, "some of its checks alone, chosen by --only 4096"),
         ({"gemm": {"checks": 0}}, "no checks"),
         ({"gemm": {"ended": False}}, "0 of 1 shares ended, 0 checks not reached"),
+        (
+            {"gemm": {"left out": ["x"], "missing": ["loguru"]}},
+            "1 of 1 shares ended, 1 checks not reached, not installed: loguru",
+        ),
         ({"gemm": {}, "gemm.0-of-2": {}, "gemm.1-of-2": {}}, "results of several runs"),
         ({"gemm.0-of-2": {}, "gemm.1-of-2": {"commit": "918cb971"}}, "results of several runs"),
         ({"gemm.1-of-2": {}, "gemm.0-of-3": {}}, "results of several runs"),

@@ -2,7 +2,7 @@
 
 A check is a label and a call whose result is what is wrong, a line each; what it raises is wrong too, and the others go
 on. Rows of times are dictionaries with microseconds by method under "us". After `Asked.seconds` nothing new of a part
-starts; what was not compared is named, and has not passed.
+starts; what was not compared is named, and has not passed. A check whose library is not installed was not reached either.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ PARTS = ("bits", "times")
 SHOWN = 6
 #: Of this process, see `Asked.shard`: where there are several, each compiles what its checks need, and nothing beforehand.
 SHARD = (0, 1)
+#: What a check may import and not find: modules of this project are not among them.
+OWN = ("reference", "fast", "ao_lab", "experiments", "tests")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Progress:
 
     def __init__(self, name: str, asked: Asked) -> None:
         self.name, self.asked, self.begin = name, asked, time.monotonic()
-        self.done, self.wrong, self.left_out, self.rows = 0, list[str](), list[str](), list[Row]()
+        self.done, self.wrong, self.late, self.rows = 0, list[str](), list[str](), list[Row]()
+        #: Checks by the module that they lack.
+        self.missing: dict[str, list[str]] = {}
         self.ended = False
 
     def say(self, text: str) -> None:
@@ -81,6 +85,9 @@ class Progress:
         try:
             found = list(call() or ())
         except Exception as error:  # noqa: BLE001  others go on
+            if module := missing_module(error):
+                self.missing.setdefault(module, []).append(label)
+                return
             found, lost = [described(error)], is_lost()
         self.done += 1
         self.wrong += [f"{label}: {line}" for line in found]
@@ -91,6 +98,12 @@ class Progress:
         if lost:
             self.say("the GPU is lost to this process")
             raise SystemExit(self.verdict())
+        self.write()
+
+    @property
+    def left_out(self) -> list[str]:
+        """Labels of checks that were not made, for a module that is missing or for time."""
+        return [*(label for labels in self.missing.values() for label in labels), *self.late]
 
     def add(self, row: Row) -> None:
         """Keep a row."""
@@ -99,8 +112,9 @@ class Progress:
         self.write()
 
     def write(self) -> None:
-        """NAME.json in the folder: device, what is wrong, what was left out, what chose some of the checks, and the rows.
-        ended: false until all that was asked is done, and where the GPU was lost to this process."""
+        """NAME.json in the folder: device, what is wrong, what was left out and for which modules that are missing, what
+        chose some of the checks, and the rows. ended: false until all that was asked is done, and where the GPU was lost to
+        this process."""
         if self.asked.out is not None:
             about = {
                 "device": device_name(self.asked.device),
@@ -109,16 +123,20 @@ class Progress:
                 "versions": versions(self.asked.device),
                 "wrong": self.wrong,
             }
-            of = {"checks": self.done, "left out": self.left_out, "chosen by": choosing(self.asked)}
-            content = {**about, **of, "ended": self.ended, "times": self.rows}
+            of = {"checks": self.done, "left out": self.left_out, "missing": [*self.missing]}
+            content = {
+                **about, **of, "chosen by": choosing(self.asked), "ended": self.ended, "times": self.rows
+            }  # fmt: skip
             path = self.asked.out / f"{self.name}{shard_suffix(self.asked.shard)}.json"
             path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
     def verdict(self) -> int:
         """Print the sum; 1 where something was wrong, 2 where something was left out, else 0."""
         self.say(f"{self.done} checks, {len(self.wrong)} wrong, {len(self.rows)} rows of times")
-        if self.left_out:
-            self.say(f"NOT REACHED, no time: {'; '.join(self.left_out)}")
+        for module, labels in self.missing.items():
+            self.say(f"NOT REACHED, pip install {module}: {'; '.join(labels)}")
+        if self.late:
+            self.say(f"NOT REACHED, no time: {'; '.join(self.late)}")
         self.write()
         return 1 if self.wrong else 2 if self.left_out else 0
 
@@ -148,7 +166,7 @@ def perform(subject: Subject, asked: Asked) -> int:
             if asked.only not in label:
                 continue
             if time.monotonic() - progress.begin > asked.seconds:
-                progress.left_out.append(label)
+                progress.late.append(label)
             else:
                 progress.attempt(label, call)
     if "times" in asked.parts and subject.times is not None and asked.device != "cpu":
@@ -184,6 +202,12 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300]} ({where})"
 
 
+def missing_module(error: Exception) -> str:
+    """The library that an exception says is not installed; nothing for another exception, or a module of this project."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if name in OWN else name
+
+
 def is_lost() -> bool:
     """Whether nothing of this process runs on the GPU any more, as after an illegal access."""
     if not torch.cuda.is_available():
@@ -201,10 +225,11 @@ def device_name(device: str) -> str:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Shapes, dtypes and all bits, those of NaN and of zeros too, wherever the tensors lie."""
+    """Shapes, dtypes and all bits, those of NaN and of zeros too, wherever the tensors lie; compared there where both do."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    pair = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    place = one.device if one.device == other.device else "cpu"
+    pair = (t.detach().to(place).contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(*pair)
 
 

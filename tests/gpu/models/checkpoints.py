@@ -97,8 +97,7 @@ def wrong_own(name: str, config: Any, device: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as dense, tempfile.TemporaryDirectory() as folder:
         model = model_of(name, device)
         model.save_pretrained(dense)
-        # As transformers' quantizers do, HfConfig leaves the head.
-        ao_lab.quantize_(model, config, lambda module, path: is_linear(module) and path != "lm_head")
+        ao_lab.quantize_(model, config)
         asked = loaded(dense, device, quantization_config=ao_lab.HfConfig(config))
         ao_lab.save_pretrained(model, folder, layout="ao_lab")
         wanted = logits(model, device)
@@ -113,13 +112,19 @@ def is_linear(module: Any) -> bool:
 
 
 def wrong_parts(model: Any, other: Any) -> Iterator[str]:
-    """Codes, scales and zero points that differ."""
-    weights = {path: one for path, one in model.named_parameters() if isinstance(one, ao_lab.QuantizedTensor)}
+    """Codes, scales and zero points that differ, and weights that one model alone has quantized."""
+    weights, others = (
+        {path: one for path, one in each.named_parameters() if isinstance(one, ao_lab.QuantizedTensor)}
+        for each in (model, other)
+    )
     if not weights:
         yield "no weight is quantized"
+    if apart := sorted({*weights} ^ {*others}):
+        yield f"quantized in one of both: {', '.join(apart)}"
+        return
     for path, weight in weights.items():
         for part, value in weight.plain.parts.items():
-            if value is not None and not same_bits(value, getattr(other.get_parameter(path).plain, part)):
+            if value is not None and not same_bits(value, getattr(others[path].plain, part)):
                 yield f"{part} of {path} differ"
 
 

@@ -1,6 +1,6 @@
 """torchtitan's debug model on a GPU, in bfloat16 and with layers that train by a recipe, gathered as codes or not.
 
-Needs torchtitan 0.3.0 and what that needs; what is missing is said, and counts as wrong. Under torch 2.11 two names of
+Needs torchtitan 0.3.0 and what that needs; without them nothing was compared. Under torch 2.11 two names of
 torch 2.13 are supplied, which torchtitan imports and these runs do not use. The wheel lacks a tokenizer and a text: a
 folder gets both, a vocabulary of 2048 trained on the source of sympy. Both runs go through torchrun in it. A run fails,
 too, whose last loss by the recipe is more than 2% above bfloat16's.
@@ -22,6 +22,7 @@ from tests.gpu.harness.subject import Asked, Check, Subject
 
 ROOT = Path(__file__).resolve().parents[3]
 LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([0-9.]+)")
+MISSING = re.compile(r"ModuleNotFoundError: No module named '(.+)'")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: The module that torchtitan imports; it is written into FOLDER.
 RUNS = '''\
@@ -110,8 +111,10 @@ def wrong_losses(gathered: bool) -> Iterator[str]:
         folder = Path(name)
         for module, text in (("debug_runs.py", RUNS), ("debug_launch.py", LAUNCH)):
             (folder / module).write_text(text)
-        if missing := why_not(folder):
-            yield f"torchtitan does not run here: {missing}"
+        if why := why_not(folder):
+            if missing := MISSING.search(why):
+                raise ModuleNotFoundError(why, name=missing[1])
+            yield f"torchtitan does not run here: {why}"
             return
         prepare(folder)
         base, found = (run(kind, folder, gathered) for kind in ("bfloat16", "low_precision"))

@@ -162,8 +162,8 @@ def wrong_transform() -> Iterator[str]:
 # Both axes of one read.
 
 BOTH = ("mxfp8_e4m3_rceil", "mxfp8_e5m2", "mxfp6_e2m3_rceil", "mxfp6_e3m2_rceil", "mxfp4_rceil")
-#: A program alone, programs that are not filled, and many; calls of each.
-BOTH_SHAPES, REPETITIONS = ((32, 32), (96, 160), (64, 1024), (4096, 4096)), 50
+#: A program alone, programs that are not filled, and many: a matrix in copies beside and below each other; calls of each.
+BOTH_SHAPES, REPETITIONS = (((32, 32), 1), ((96, 160), 1), ((64, 1024), 1), ((1024, 1024), 4)), 50
 
 
 def hard_matrices(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -191,14 +191,18 @@ def by_one_read(x: torch.Tensor, scheme: Scheme) -> Tensors:
 
 
 def wrong_both(name: str, dtype: torch.dtype) -> Iterator[str]:
-    """What differs from the reference, or from one call to the next."""
+    """What differs from the reference, or from one call to the next. Copies have results that are copies."""
     scheme = SCHEMES[name]
-    for shape in BOTH_SHAPES:
+    for shape, copies in BOTH_SHAPES:
         for number, x in enumerate(hard_matrices(shape, dtype)):
             rows, columns = (reference.fake_quantize(x, scheme, axis=axis) for axis in (1, 0))
-            q, on_gpu, label = reference.quantize(x, scheme, axis=0), x.cuda(), f"{shape}, case {number}"
-            found = by_one_read(on_gpu, scheme)
+            q, label = reference.quantize(x, scheme, axis=0), f"{shape} x {copies}, case {number}"
             wanted = {"rows": rows, "columns": columns, "values": rows, "codes": q.codes, "scales": q.scale}
+            wanted = {
+                part: torch.as_tensor(one).cuda().repeat(copies, copies) for part, one in wanted.items()
+            }
+            on_gpu = x.cuda().repeat(copies, copies)
+            found = by_one_read(on_gpu, scheme)
             yield from apart(label, found, wanted)
             for _ in range(REPETITIONS):
                 yield from apart(f"{label}, again", by_one_read(on_gpu, scheme), found)
