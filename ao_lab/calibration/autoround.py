@@ -25,13 +25,13 @@ from torch import nn
 
 import fast
 from ao_lab.calibration.groups import Target, dense_of, with_packed_codes
-from ao_lab.calibration.judge import output_error, quantized_inputs
+from ao_lab.calibration.judge import output_error, quantized_inputs, token_errors
 from ao_lab.calibration.layers import Calibrated, Part
 from ao_lab.calibration.methods import AutoRound
 from ao_lab.calibration.tokens import HELD_OUT, TRAIN, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.transforms.walk import Block
-from fast.calibration.signround import signround_span, signround_unchecked
+from fast.calibration.signround import signround_keep, signround_span, signround_unchecked
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales
 from reference.calibration.signround import Span
@@ -48,7 +48,7 @@ class Learned:
     #: Its state, once learning begins: other weights of the block may be quantized before.
     state: Any = None
     leaf: nn.Parameter | None = None
-    vjp: Any = None
+    stepped: Any = None
 
     @cached_property
     def dense(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Learned:
     def put(self) -> None:
         """The values of the state in the layers, to take gradients."""
         v, low, high = self.state
-        values, self.vjp = signround_unchecked(
+        values, self.stepped = signround_unchecked(
             self.dense, v, low, high, self.scheme, scales=self.scales, span=self.span
         )
         self._place(values)
@@ -105,11 +105,12 @@ class Learned:
         for module in self.target.layers.values():
             module._parameters["weight"] = self.leaf
 
-    def gradients(self) -> Any:
-        """Of the state, from those of the values."""
+    def step(self, rate: float) -> None:
+        """Move the state against its gradients, made of those of the values."""
         assert self.leaf is not None
         g = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
-        return self.vjp((g.T if self.target.transposed else g).contiguous().to(self.dense.dtype))
+        g = (g.T if self.target.transposed else g).contiguous().to(self.dense.dtype)
+        self.state, self.stepped = self.stepped(g, rate), None
 
     def codes(self, state: Any) -> Quantized:
         """What a state stores."""
@@ -194,7 +195,7 @@ class Learning:
             self._remember(self._loss([next(order) for _ in range(self._count())]))
             rate = (1 - step / self.method.steps) / self.method.steps
             for one in self.weights:
-                one.state = fast.signround_step(one.state, one.gradients(), rate)
+                one.step(rate)
 
     def _remember(self, loss: torch.Tensor) -> None:
         """Keep the states of the least loss; chosen on the device, so that no step waits for it, and in one place."""
@@ -204,9 +205,7 @@ class Learning:
         better = loss < self.least
         torch.where(better, loss, self.least, out=self.least)
         for one, best in zip(self.weights, self.best, strict=True):
-            for new, old in zip(one.state, best, strict=True):
-                if old is not None:
-                    torch.where(better.to(old.device), new, old, out=old)
+            signround_keep(better, one.state, best)
 
     def _order(self) -> Iterator[int]:
         """Numbers of batches that have tokens to learn from, over and over, in orders that a seed draws."""
@@ -236,7 +235,7 @@ class Learning:
         """The mean over tokens of a kind in a batch of the squared error of the block's output."""
         y = self.block.output(batch)
         wanted = self.block.originals[batch].value.to(y.device)
-        off = (y.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
+        off = token_errors(y, wanted)
         chosen = self._of_kind(batch, role, off)
         return torch.where(chosen, off, 0).sum() / chosen.sum().clamp(min=1)
 

@@ -118,7 +118,7 @@ def useless_reason(inputs: SplitMoments | None) -> str | None:
     count = 0 if inputs is None else inputs.train.count
     if inputs is None or count < LEAST_TOKENS:
         return f"it saw {count} tokens, {LEAST_TOKENS} is the minimum for methods"
-    return None if bool(inputs.train.mean_squares.any()) else "all its inputs are 0"
+    return "all its inputs are 0" if inputs.train.is_zero() else None
 
 
 def check_usable(inputs: Mapping[str, SplitMoments]) -> None:

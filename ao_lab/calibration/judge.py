@@ -16,6 +16,7 @@ import torch
 
 import fast
 from ao_lab.calibration.tokens import Moments, SplitMoments
+from fast.dispatch import has_kernels
 from reference import Quantized, Scales, Scheme
 
 #: Rows of a weight whose errors are multiplied at a time.
@@ -59,6 +60,16 @@ def output_error(
         off = off if rows is None else off / rows[part].to(off.device)
         total += float(off.square().sum())
     return total / max(len(x), 1)
+
+
+def token_errors(y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean over channels of (y - wanted)^2 in float32, (..., tokens) of (..., tokens, channels); y has a gradient."""
+    if has_kernels(y):
+        from fast.kernels.calibration import token_errors as kernel
+
+        if kernel.is_supported(y, wanted):
+            return kernel.token_errors(y, wanted)
+    return (y.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
 
 
 def quantized_inputs(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> torch.Tensor:

@@ -26,8 +26,9 @@ HELD_OUT = "held out"
 class Method:
     """What all methods have."""
 
-    #: Whether it reads inputs of layers.
+    #: Whether it reads inputs of layers, and whether sums of x x^T of them.
     calibrates: ClassVar[bool] = True
+    needs_hessian: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -74,6 +75,8 @@ class Rotate(Method):
     def offline(self) -> bool:
         """Whether rotations are merged into weights."""
         return self.kind != "block"
+
+    needs_hessian: ClassVar[bool] = False
 
     @property
     def calibrates(self) -> bool:  # type: ignore[override]
@@ -147,6 +150,11 @@ class Clip(Method):
         """Whether it weighs by inputs."""
         return self.weights == "inputs"
 
+    @property
+    def needs_hessian(self) -> bool:  # type: ignore[override]
+        """Whether it weighs by inputs."""
+        return self.calibrates
+
 
 @dataclass(frozen=True)
 class HQQ(Method):
@@ -158,6 +166,7 @@ class HQQ(Method):
     """
 
     calibrates: ClassVar[bool] = False
+    needs_hessian: ClassVar[bool] = False
     steps: int = 20
     p: float = 0.7
     beta: float = 10.0
@@ -194,6 +203,7 @@ class AutoRound(Method):
     the original model as well as for those of the quantized one.
     """
 
+    needs_hessian: ClassVar[bool] = False
     steps: int = 200
     sequences: int = 8
     seed: int = 0
@@ -208,6 +218,8 @@ class AutoRound(Method):
 @dataclass(frozen=True)
 class BiasCorrection(Method):
     """Corrects the bias for the change of the mean output by quantization; layers without a bias are unchanged."""
+
+    needs_hessian: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -224,6 +236,7 @@ class StaticKV(Method):
     with the model and are saved with it (`ao_lab.kv_cache.static_scales`).
     """
 
+    needs_hessian: ClassVar[bool] = False
     per: str = "head"
     element: str = "float8_e4m3fn"
 

@@ -51,7 +51,7 @@ from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
 from ao_lab.calibration.static import InputScales
 from ao_lab.calibration.statistics import Statistics
-from ao_lab.calibration.tokens import SplitMoments, Tokens
+from ao_lab.calibration.tokens import HELD_OUT, SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.tensor.chunked import outer_scale
@@ -371,13 +371,22 @@ class Job:
                 self.put(one.target, calibrated)
 
     def inputs_of(
-        self, block: Block, targets: list[Target], batched: list[Target], tokens: Tokens
+        self,
+        block: Block,
+        targets: list[Target],
+        batched: list[Target],
+        tokens: Tokens,
+        products: bool = False,
     ) -> tuple[dict[str, SplitMoments], dict[str, list[SplitMoments]]]:
-        """Moments of the inputs of each weight's layers, one for those that read the same tensor; and of batched experts."""
+        """Moments of the inputs of each weight's layers, one for those that read the same tensor; and of batched experts.
+
+        products: whether to have sums of x x^T even of tokens that no method reads them of.
+        """
         sampling = any(target.recipe.activation is not None for target in [*targets, *batched])
-        statistics = Statistics(partial(SplitMoments, None, tokens, sampling))
-        watched = [(t.name, module, statistics) for t in targets for module in t.layers.values()]
         lists = lists_of_experts(self.model, [block.name])
+        products = products or self.needs_products(tokens) or bool(batched or lists)
+        statistics = Statistics(partial(SplitMoments, None, tokens, sampling, products=products))
+        watched = [(t.name, module, statistics) for t in targets for module in t.layers.values()]
         around = [
             *owners(self.model, block.name, lists).items(),
             *((t.name, m) for t in batched for m in t.layers.values()),
@@ -389,6 +398,8 @@ class Job:
         statistics.forget_inputs()
         tokens.source = tokens.routed = None
         moments: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
+        if any(one.lacks_products() for one in moments.values()):
+            return self.inputs_of(block, targets, batched, tokens, products=True)
         if self.ranks is not None:
             self.ranks.collect(moments, partial(SplitMoments, None, None, sampling))
             for group in watch.moments.values():
@@ -474,6 +485,11 @@ class Job:
                 raise ValueError(f"calibration: {reason} by {target.name}; exclude it with filter_fn")
             if isinstance(observer, InputScales):
                 parts[target.name].input_scales = observer.scales()
+
+    def needs_products(self, tokens: Tokens) -> bool:
+        """Whether sums of x x^T are read of tokens that are not held out: by methods, other ranks, or to judge."""
+        held = any(bool((one == HELD_OUT).any()) for one in tokens.roles)
+        return not held or self.ranks is not None or any(m.needs_hessian for m in self.request.methods)
 
     @property
     def reading(self) -> bool:

@@ -169,6 +169,14 @@ class Moments(Hessian):
     #: Whether `value` is the mean already, so that no second matrix of its size is made of it.
     finished: bool = False
 
+    def is_usable(self) -> bool:
+        """By the diagonal of the products; where there are none, by the sums of |x|."""
+        return super().is_usable() and (self.magnitude is None or bool(self.magnitude.isfinite().all()))
+
+    def is_zero(self) -> bool:
+        """Whether all inputs are 0."""
+        return self.largest is None or not bool(self.largest.any())
+
     def finish(self) -> None:
         """Make the sum of x x^T its mean, in place; nothing can be added any more."""
         if self.value is not None and self.count and not self.finished:
@@ -208,14 +216,15 @@ class Moments(Hessian):
         self.largest = mean.largest if self.largest is None else self.largest
         self.count, self.borrowed = self.count + count, self.borrowed + count
 
-    def update(self, x: torch.Tensor) -> None:
-        """Add the tokens of one call, (tokens, channels), one at least."""
+    def update(self, x: torch.Tensor, products: bool = True) -> None:
+        """Add the tokens of one call, (tokens, channels), one at least. products: whether to add x x^T, too."""
         if self.finished:
             raise ValueError("these moments are finished; create new ones for more inputs")
         channels, double = x.shape[-1], torch.float64
-        if self.value is None:
-            self.value = torch.zeros(channels, channels, dtype=double, device=x.device)
-        add_products(self.value, x)
+        if products:
+            if self.value is None:
+                self.value = torch.zeros(channels, channels, dtype=double, device=x.device)
+            add_products(self.value, x)
         size = x.abs()
         sums = x.sum(0, dtype=double), size.sum(0, dtype=double), size.amax(0).to(double)
         if self.total is None or self.magnitude is None or self.largest is None:
@@ -317,6 +326,8 @@ class SplitMoments(Sums):
     routed: bool = False
     #: The share of the data that is being added (`ao_lab.calibration.ranks`).
     share: int = 0
+    #: Whether tokens that methods read have sums of x x^T; else those that judge have them alone.
+    products: bool = True
 
     def update(self, x: torch.Tensor, role: torch.Tensor | None = None) -> None:
         """Add the tokens of one call. role: what each row is, where that is known."""
@@ -330,13 +341,17 @@ class SplitMoments(Sums):
             (self.held_out, self.held_samples, rows.held_out),
         ):
             if len(some):
-                moments.update(some)
+                moments.update(some, self.products or moments is self.held_out)
             if self.sampling:
                 add_sample(samples, some)
 
     def is_usable(self) -> bool:
         """Both."""
         return self.train.is_usable() and self.held_out.is_usable()
+
+    def lacks_products(self) -> bool:
+        """Whether no token was held out after all, and so those have to judge whose sums were left out."""
+        return not self.products and bool(self.train.count) and not self.held_out.count
 
     def close_to(self, share: int) -> None:
         """End the shares before this one."""

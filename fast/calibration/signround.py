@@ -7,8 +7,9 @@ the same bits. Gradients are given by `vjp`, not by autograd.
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,13 @@ def signround_quantize(
     )
 
 
+class Looped(NamedTuple):
+    """values of w's shape and dtype, and step(g, rate): the state after `signround_step` by the gradients of g * values."""
+
+    values: torch.Tensor
+    step: Callable[[torch.Tensor, float], SignRoundState]
+
+
 def signround_unchecked(
     w: torch.Tensor,
     v: torch.Tensor,
@@ -63,17 +71,18 @@ def signround_unchecked(
     *,
     scales: Scales | None = None,
     span: Span | None = None,
-) -> SignRounded:
-    """`signround_quantize` for loops: w, that it has taken once, and states of `signround_start` and `signround_step`.
+) -> Looped:
+    """`signround_quantize` for loops: w, that it has taken once, and states of `signround_start` and of steps.
 
     Off the host values are not looked at, so no call waits for the device. The same bits; NaN, and v or factors out of range,
     give what they give. span: `signround_span(w, scheme)`, which stays for all steps of a loop without given scales.
     """
+    state = SignRoundState(v, low, high)
     if w.device.type == "cpu":
-        return signround_quantize(w, v, low, high, scheme, scales=scales)
-    return signround_on_device(
-        w.detach(), SignRoundState(v, low, high), scheme, scales, checked=False, span=span
-    ).result()
+        values, vjp = signround_quantize(w, *state, scheme, scales=scales)
+        return Looped(values, lambda g, rate: signround_step(state, vjp(g), rate))
+    rounding = signround_on_device(w.detach(), state, scheme, scales, checked=False, span=span)
+    return Looped(rounding.result().values, partial(rounding.step, state))
 
 
 def signround_span(w: torch.Tensor, scheme: str | Scheme) -> Span | None:
@@ -107,12 +116,39 @@ def signround_step(
         return rule.step(state, grads, rate, range_rate)
     from fast.kernels.calibration import signround as kernel
 
-    factors = rule.step(state._replace(v=v[:0]), grads._replace(v=g[:0]), rate, range_rate)
-    return factors._replace(v=kernel.step(v, g, rate))
+    return _factors_moved(state, grads, rate, range_rate)._replace(v=kernel.step(v, g, rate))
+
+
+def signround_keep(better: torch.Tensor, new: SignRoundState, kept: SignRoundState) -> None:
+    """Copy a state into `kept`, in place, where `better` (bool, one element) is True; no call waits for the device.
+
+    new, kept: states of one shape and device; parts that are None stay None. What is kept already costs no pass over memory.
+    """
+    flag = better.to(kept.v.device).reshape(1)
+    for one, old in zip(new, kept, strict=True):
+        if old is None:
+            continue
+        if not (has_kernels(old) and old.is_contiguous()):
+            torch.where(flag, one, old, out=old)
+            continue
+        from fast.kernels.calibration import signround as kernel
+
+        kernel.keep(flag.view(torch.uint8), one, old)
+
+
+def _factors_moved(
+    state: SignRoundState, grads: SignRoundState, rate: float, range_rate: float | None = None
+) -> SignRoundState:
+    """The step of low and high alone; nothing of v."""
+    empty = state.v[:0]
+    return rule.step(state._replace(v=empty), grads._replace(v=empty), rate, range_rate)
 
 
 class DeviceRounding(Rounding):
     """One evaluation whose elementwise parts are kernels, where they know the place of a weight's scale."""
+
+    #: What a step of v is, where `_by_v` moves v and makes no gradient of it.
+    rate: float | None = None
 
     @cached_property
     def _unit(self) -> Any:
@@ -129,13 +165,28 @@ class DeviceRounding(Rounding):
 
         return kernel.moved(self.w, self.v, self._unit)
 
+    def step(self, state: SignRoundState, g: torch.Tensor, rate: float) -> SignRoundState:
+        """`signround_step` of its state by the gradients of g * values: v moves in the pass that would make its gradient."""
+        if self._unit is None or not self._sums_in_kernel:
+            return signround_step(state, self.gradients(g), rate)
+        self.rate = rate
+        found = self.gradients(g)
+        return _factors_moved(state, found, rate)._replace(v=found.v)
+
+    @property
+    def _sums_in_kernel(self) -> bool:
+        from fast.kernels.calibration import signround as kernel
+
+        return self.ranges is None or kernel.sums_blocks(self.w, self._unit)
+
     def _by_v(self, dx: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if self._unit is None:
             return super()._by_v(dx)
         from fast.kernels.calibration import signround as kernel
 
-        dv, through = kernel.gradient(dx, self.w, self.v, self._unit, sums=self.ranges is not None)
-        if self.ranges is None:
+        sums = self.ranges is not None
+        dv, through = kernel.gradient(dx, self.w, self.v, self._unit, sums=sums, rate=self.rate)
+        if not sums:
             return dv, None
         return dv, self._sums(dv) if through is None else through.reshape(self.scale.shape)
 
@@ -147,7 +198,7 @@ def signround_on_device(
     scales: Scales | None,
     checked: bool = True,
     span: Span | None = None,
-) -> Rounding:
+) -> DeviceRounding:
     """One evaluation on w's device, whatever it is; unchecked it waits for the device nowhere."""
     parts = [None if part is None else float_tensor(part, "signround", "its state") for part in state]
     return DeviceRounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales, checked, span)
@@ -159,6 +210,7 @@ def _tensors(state: SignRoundState) -> SignRoundState:
 
 __all__ = [
     "signround_codes",
+    "signround_keep",
     "signround_quantize",
     "signround_span",
     "signround_start",

@@ -1,4 +1,5 @@
-"""SignRound's elementwise steps, a pass over memory each: the moved weight, the gradient of V, and a step of V.
+"""SignRound's elementwise steps, a pass over memory each: the moved weight, the gradient of V and a step of V, in one pass or
+in two, and the state that a loop keeps.
 
 `reference.calibration.signround` states the rules; every operation is rounded by itself in float32, in its order. An element's
 scale is at (row // R, column // C) of an array of NB columns. What V = 1 moves a weight by is that scale times a step of the
@@ -40,12 +41,22 @@ class Unit(NamedTuple):
     table: torch.Tensor
     step: float
 
+    def run(self, w: torch.Tensor) -> int:
+        """How many elements of w in a row have a scale, where scales follow each other so, by a power of two; else 0."""
+        length = max(self.length, 1)
+        whole = w.shape[1] % length == 0 and length & (length - 1) == 0
+        return length if self.rows == 1 and whole else 0
+
 
 @triton.jit
-def unit_of(w, scale, table, at, inside, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr):
-    """The unit of elements `at`, of weights w in float32."""
-    row, column = at // K, at % K
-    s = tl.load(scale + (row // R) * NB + column // C, mask=inside, other=1.0)
+def unit_of(
+    w, scale, table, at, inside, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr
+):
+    """The unit of elements `at`, of weights w in float32. RUN: so many in a row, a power of two, have the next scale; or 0."""
+    if RUN > 0:
+        s = tl.load(scale + at // RUN, mask=inside, other=1.0)
+    else:
+        s = tl.load(scale + (at // K // R) * NB + at % K // C, mask=inside, other=1.0)
     if STEPS == 0:
         return s * STEP
     else:
@@ -57,50 +68,68 @@ def unit_of(w, scale, table, at, inside, K, NB, R, C, STEP: tl.constexpr, STEPS:
         return step * s
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def moved_kernel(
-    w, v, scale, table, result, count, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr
+    w, v, scale, table, result, count, K, NB, R, C,
+    STEP: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """w + v * unit in float32; w itself where there is no such number."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     x = widened(read(w + at, inside))
     moved = x + tl.load(v + at, mask=inside, other=0) * unit_of(
-        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS
+        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS, RUN
     )
     finite = tl.abs(moved) < float("inf")
     tl.store(result + at, tl.where(finite, moved, x), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def against(v, gradient, rate):
+    """v - rate * sign(gradient), within [-1/2, 1/2]."""
+    by = tl.where(gradient > 0, rate, tl.where(gradient < 0, -rate, 0.0))
+    return tl.minimum(tl.maximum(v - by, -0.5), 0.5)
+
+
+@triton.jit(do_not_specialize=["rate"])
 def gradient_kernel(
-    dx, w, v, scale, table, dv, through, count, K, NB, R, C,
-    STEP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
+    dx, w, v, scale, table, dv, through, count, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr,
+    TILE: tl.constexpr, SUMS: tl.constexpr, rate, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """dv = dx * unit, and with LENGTH > 0 the sums of dv * v of blocks of so many elements."""
+    """dv = dx * unit, or with MOVES v moved against it; with SUMS those of dv * v, of each RUN elements."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     x = widened(read(w + at, inside))
     gradient = tl.load(dx + at, mask=inside, other=0) * unit_of(
-        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS
+        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS, RUN
     )
-    tl.store(dv + at, gradient, mask=inside)
-    if LENGTH > 0:
-        P: tl.constexpr = TILE // LENGTH
-        products = gradient * tl.load(v + at, mask=inside, other=0)
+    if MOVES or SUMS:
+        before = tl.load(v + at, mask=inside, other=0)
+    if SUMS:
+        P: tl.constexpr = TILE // RUN
         block = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)[:, None]
-        tl.store(through + block, tree_sum(tl.reshape(products, (P, LENGTH))), mask=block * LENGTH < count)
+        sums = tree_sum(tl.reshape(gradient * before, (P, RUN)))
+        tl.store(through + block, sums, mask=block * RUN < count)
+    result = against(before, gradient, rate) if MOVES else gradient
+    tl.store(dv + at, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "rate"])
+@triton.jit(do_not_specialize=["rate"])
 def sign_step_kernel(v, gradient, result, count, rate, TILE: tl.constexpr):
-    """v - rate * sign(gradient), within [-1/2, 1/2]."""
+    """v moved against the signs of its gradient."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     g = tl.load(gradient + at, mask=inside, other=0)
-    by = tl.where(g > 0, rate, tl.where(g < 0, -rate, 0.0))
-    moved = tl.load(v + at, mask=inside, other=0) - by
-    tl.store(result + at, tl.minimum(tl.maximum(moved, -0.5), 0.5), mask=inside)
+    moved = against(tl.load(v + at, mask=inside, other=0), g, rate)
+    tl.store(result + at, moved, mask=inside)
+
+
+@triton.jit
+def keep_better_kernel(better, new, kept, count, TILE: tl.constexpr):
+    """new in the place of kept where `better` is not 0; else nothing of either is read."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    wanted = (at < count) & (tl.load(better) != 0)
+    tl.store(kept + at, tl.load(new + at, mask=wanted, other=0), mask=wanted)
 
 
 def unit(scale: torch.Tensor, fmt: Format, blocks: Blocks) -> Unit | None:
@@ -140,17 +169,25 @@ def moved(w: torch.Tensor, v: torch.Tensor, by: Unit) -> torch.Tensor:
 
 
 def gradient(
-    dx: torch.Tensor, w: torch.Tensor, v: torch.Tensor, by: Unit, sums: bool
+    dx: torch.Tensor, w: torch.Tensor, v: torch.Tensor, by: Unit, sums: bool, rate: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx * unit (N, K), and the sums of that times v over blocks, (N, K / length); None where a block is none of a kernel's."""
-    dv, through, length = torch.empty_like(dx), None, 0
-    whole = w.shape[1] % by.length == 0 and by.length & (by.length - 1) == 0
-    if sums and by.rows == 1 and whole and by.length <= LONGEST:
-        length = by.length
+    """dx * unit (N, K), and the sums of that times v over blocks, (N, K / length); None where a block is none of a kernel's.
+
+    rate: what a step of v is, and the first result is v after it, not its gradient.
+    """
+    dv, through, run = torch.empty_like(dx), None, by.run(w)
+    sums = sums and sums_blocks(w, by)
+    if sums:
         through = torch.empty(w.shape[0], by.columns, dtype=torch.float32, device=w.device)
     pointers = (dx.contiguous(), w.contiguous(), v.contiguous(), by.scale, by.table, dv, through)
-    _run(gradient_kernel, w, pointers, by, max(LEAST, length), length)
+    moves = 0.0 if rate is None else rate, rate is not None
+    _run(gradient_kernel, w, pointers, by, max(LEAST, run) if sums else LEAST, sums, *moves)
     return dv, through
+
+
+def sums_blocks(w: torch.Tensor, by: Unit) -> bool:
+    """Whether `gradient` sums over the blocks of w."""
+    return 0 < by.run(w) <= LONGEST
 
 
 def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
@@ -165,7 +202,16 @@ def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
     return result
 
 
-def _run(kernel: Any, w: torch.Tensor, pointers: tuple[Any, ...], by: Unit, size: int, *more: int) -> None:
+def keep(better: torch.Tensor, new: torch.Tensor, kept: torch.Tensor) -> None:
+    """Copy new into kept, contiguous tensors of one shape and dtype, where `better` (uint8, 1 element) is not 0."""
+    options = {} if interpreted() else {"num_warps": 4}
+    if kept.numel():
+        keep_better_kernel[(triton.cdiv(kept.numel(), LEAST),)](
+            better, new.contiguous(), kept, kept.numel(), LEAST, **options
+        )
+
+
+def _run(kernel: Any, w: torch.Tensor, pointers: tuple[Any, ...], by: Unit, size: int, *more: Any) -> None:
     options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
     steps = (len(by.table) + 1) // 2
     if w.numel():
@@ -178,10 +224,11 @@ def _run(kernel: Any, w: torch.Tensor, pointers: tuple[Any, ...], by: Unit, size
             by.length,
             by.step,
             steps,
+            by.run(w),
             size,
             *more,
             **options,
         )
 
 
-__all__ = ["Unit", "gradient", "moved", "step", "unit"]
+__all__ = ["Unit", "gradient", "keep", "moved", "step", "sums_blocks", "unit"]

@@ -8,15 +8,20 @@ import torch
 from torch import nn
 
 from ao_lab import SchemeConfig, quantize_
+from ao_lab.calibration import tokens
 from ao_lab.calibration.autoround import rotated, straight
+from ao_lab.calibration.checks import LEAST_TOKENS
 from ao_lab.calibration.methods import GPTQ, AutoRound, BiasCorrection, Clip, Rotate
+from ao_lab.calibration.run import Job
 from ao_lab.transforms.data import calibrating
 from ao_lab.transforms.walk import captured, find_blocks, walk
+from fast.calibration.hessian import add_products
 from fast.layers.hadamard import hadamard
 from reference import SCHEMES
 from tests.ao_lab.calibration.test_run import (
     INT4,
     TOKENS,
+    Block,
     assert_same,
     inputs,
     language_model,
@@ -98,7 +103,7 @@ def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
     def fails(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr(autoround.fast, "signround_step", fails)
+    monkeypatch.setattr(autoround.Learned, "step", fails)
     with pytest.raises(MemoryError):
         quantize_(model, INT4, calibration=inputs(), methods=(AutoRound(steps=2),))
     assert not weights(model)
@@ -148,6 +153,42 @@ def test_weights_that_share_an_outer_scale_go_on_sharing_it():
     assert {layer.calibrated.method for layer in report.changed} == {"autoround"}
     weights = [layer.weight for layer in list(model.model.layers[0].self_attn.children())[:3]]
     assert len({float(weight.outer) for weight in weights}) == 1
+
+
+class OfOneSequence(nn.Module):
+    """A block with a layer whose inputs are no tokens of a batch that could be told."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.one(x) + self.two(x[0])
+
+
+def test_products_of_inputs_are_summed_where_something_reads_them(monkeypatch):
+    """Of held-out tokens, and of all of a layer that has none; errors and codes are those with all sums."""
+    rows = []
+
+    def counted(value, x):
+        rows.append(len(x))
+        return add_products(value, x)
+
+    monkeypatch.setattr(tokens, "add_products", counted)
+    given = {"calibration": inputs()}
+    for block, expected in ((Block(), [16, 16]), (OfOneSequence(), None)):
+        model = stack(blocks=1)
+        model.blocks[0] = block
+        other = copy.deepcopy(model)
+        rows.clear()
+        report = quantize_(model, INT3, methods=(AutoRound(steps=2),), **given)
+        # Without those of the trial before anything changes.
+        assert expected is None or [count for count in rows if count != LEAST_TOKENS] == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "needs_products", lambda *_: True)
+            theirs = quantize_(other, INT3, methods=(AutoRound(steps=2),), **given)
+        assert_same(model, other)
+        assert [one.calibrated for one in report.changed] == [one.calibrated for one in theirs.changed]
 
 
 def test_the_walk_holds_what_the_model_as_it_was_makes():

@@ -1,6 +1,6 @@
 """Kernels of calibration on CPU tensors in Triton's interpreter, bit for bit.
 
-    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration hqq|searched|signround
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration hqq|searched|signround|token_errors
     TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration columns|candidates [day]
 
 The first compare with `reference.calibration`, the others with the torch operations that kernels stand for; day: few schemes.
@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ao_lab.calibration import judge
 from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import gptq
 from fast.calibration import hqq as hqq_module
@@ -20,11 +21,12 @@ from fast.calibration import search as search_module
 from fast.calibration import signround as signround_module
 from fast.calibration.hqq import hqq_on_device
 from fast.calibration.search import DeviceSearch
-from fast.calibration.signround import signround_on_device, signround_span
+from fast.calibration.signround import DeviceRounding, signround_keep, signround_on_device, signround_span
 from fast.kernels.calibration import candidates as candidates_kernel
 from fast.kernels.calibration import columns as kernel
 from fast.kernels.calibration import hqq as hqq_kernel
 from fast.kernels.calibration import signround as signround_kernel
+from fast.kernels.calibration import token_errors as token_errors_kernel
 from fast.quantize.quantize import choose_scales, quantize
 from reference import SCHEMES, Scales, Scheme
 from reference.arrays.bridges import to_numpy
@@ -52,13 +54,13 @@ SIGNROUND_CASES = (
 def compare_signround() -> None:
     """Compare values, codes, gradients and steps."""
     launches: list[str] = []
-    for name in ("moved", "gradient", "step"):
+    for name in ("moved", "gradient", "step", "keep"):
         setattr(signround_kernel, name, _counting(getattr(signround_kernel, name), name, launches))
     signround_module.has_kernels = lambda x: True
     for name, dtype, shape, stay in SIGNROUND_CASES:
         launches.clear()
         compare_step(name, dtype, shape, stay)
-        assert {"moved", "gradient", "step"} <= set(launches), (name, launches)
+        assert {"moved", "gradient", "step", "keep"} <= set(launches), (name, launches)
         print(name, dtype)
 
 
@@ -93,6 +95,43 @@ def compare_step(name: str, dtype: torch.dtype, shape: tuple[int, int], stay: bo
         for one, other in zip(ours, theirs, strict=True):
             if other is not None:
                 assert_same_bits(one, other)
+    compare_loop(found, on_device, torch.from_numpy(g))
+
+
+def compare_loop(found: DeviceRounding, state: SignRoundState, g: torch.Tensor) -> None:
+    """A step in one pass is that in two, and a state is kept where it is better, not elsewhere."""
+    expected = signround_module.signround_step(state, found.gradients(g), 0.3)
+    stepped = found.step(state, g, 0.3)
+    kept = SignRoundState(*(None if part is None else part.clone() for part in state))
+    for better, wanted in ((False, state), (True, expected)):
+        signround_keep(torch.tensor(better), stepped, kept)
+        for one, other in zip(kept, wanted, strict=True):
+            assert (one is None) == (other is None)
+            if other is not None:
+                assert_same_bits(one, to_numpy(other))
+
+
+#: Dtype of outputs, that of those wanted, their shape.
+ERROR_CASES = (
+    (torch.bfloat16, torch.bfloat16, (2, 3, 96)),
+    (torch.float32, torch.bfloat16, (5, 64)),
+    (torch.float16, torch.float32, (1, 2, 1)),
+)
+
+
+def compare_token_errors() -> None:
+    """Errors within n roundings of a float32 sum of n squares, gradients with the bits of torch's; of parts of outputs."""
+    for dtype, other, shape in ERROR_CASES:
+        y = torch.randn((*shape[:-1], 2 * shape[-1]))[..., : shape[-1]].to(dtype).requires_grad_()
+        wanted, g = torch.randn(shape).to(other), torch.randn(shape[:-1])
+        assert token_errors_kernel.is_supported(y, wanted)
+        found = token_errors_kernel.token_errors(y, wanted)
+        (gradient,) = torch.autograd.grad(found, y, g)
+        expected = judge.token_errors(y, wanted)
+        assert_same_bits(gradient, to_numpy(torch.autograd.grad(expected, y, g)[0]))
+        assert found.dtype == torch.float32
+        assert ((found - expected).abs() <= (shape[-1] + 3) * 2.0**-23 * expected).all()
+        print(dtype, other, shape)
 
 
 def _counting(call, name, launches):
@@ -218,7 +257,12 @@ def compare_candidates(scheme: Scheme, dtype: torch.dtype, k: int) -> None:
             assert_same_bits(getattr(made, part), getattr(wanted, part))
 
 
-AGAINST_REFERENCE = {"hqq": compare_hqq, "searched": compare_searched, "signround": compare_signround}
+AGAINST_REFERENCE = {
+    "hqq": compare_hqq,
+    "searched": compare_searched,
+    "signround": compare_signround,
+    "token_errors": compare_token_errors,
+}
 
 
 def main(what: str, day: str = "") -> None:

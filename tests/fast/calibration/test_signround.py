@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ao_lab.testing.bits import assert_same_quantized
 from fast.calibration.signround import (
     signround_codes,
+    signround_keep,
     signround_on_device,
     signround_quantize,
     signround_start,
@@ -146,6 +147,28 @@ def test_loops_wait_for_no_device(scheme):
 
 def test_the_kernels():
     assert len(lines_of("calibration", "signround")) == 8
+    assert len(lines_of("calibration", "token_errors")) == 3
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_loops_make_the_steps_of_the_reference(stays):
+    w, state, g = case(8, "int4_g32_asymmetric")
+    q = signround_codes(w, *state, "int4_g32_asymmetric")
+    one, scales = (signround_start(w, q.scheme, q), q.scales) if stays else (state, None)
+    _, vjp = signround_quantize(w, *one, q.scheme, scales=scales)
+    expected = signround_step(one, vjp(g), 0.1)
+    assert same(signround_unchecked(w, *one, q.scheme, scales=scales).step(g, 0.1), expected)
+    assert same(signround_on_device(w, one, q.scheme, scales).step(one, g, 0.1), expected)
+
+
+def test_a_state_is_kept_where_it_is_better():
+    _, kept, _ = case(9, "int4_g32")
+    _, new, _ = case(10, "int4_g32")
+    before = SignRoundState(*(part.clone() for part in kept))
+    signround_keep(torch.tensor(False), new, kept)
+    assert same(kept, before)
+    signround_keep(torch.tensor(True), new._replace(low=None), kept._replace(low=None))
+    assert same(kept, new._replace(low=before.low))
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "nvfp4", "mxfp4"])

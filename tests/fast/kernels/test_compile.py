@@ -30,6 +30,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     GROUPS,
     HOT,
     KERNELS,
+    LEARNED,
     THRICE,
     TWICE,
     arranged,
@@ -55,6 +56,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     pack,
     quantize,
     static_scales,
+    token_errors,
     unpack,
     words,
     zero_points,
@@ -79,9 +81,10 @@ COMPILED = (
     case(zero_points, "float32", 32, "float32", 1.0, kernels=("hqq_kernel",)),
     case(zero_points, "float16", 256, "float16", kernels=("hqq_kernel",)),
     *(
-        case(learned_rounding, *one, kernels=("moved_kernel", "gradient_kernel", "sign_step_kernel"))
-        for one in (("int4_g128",), ("mxfp4", "float32"), ("int8_rowwise", "float16"))
+        case(learned_rounding, *one, kernels=LEARNED)
+        for one in (("mxfp4", "float32"), ("int8_rowwise", "float16"))
     ),
+    case(token_errors, "float32", "float16", (64, 96), kernels=("errors_kernel", "gradients_kernel")),
     case(mixing, length=4, kernels=("columns_kernel",)),
     case(mixing, axis=1, kernels=("rows_kernel",)),
     case(mixing, "nvfp4", 0, 1, kernels=("rows_kernel", "rows_kernel")),

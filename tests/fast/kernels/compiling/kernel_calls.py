@@ -17,6 +17,7 @@ from fast.kernels import grouped as host
 from fast.kernels import hadamard as hadamard
 from fast.kernels import static_scales as static_scales_host
 from fast.kernels.calibration import hqq, signround
+from fast.kernels.calibration import token_errors as errors
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as clipping
@@ -88,7 +89,15 @@ def learned_rounding(name, dtype="bfloat16", shape=SOME):
     by = signround.unit(empty((*blocks.scale_shape, 1), "float32"), scheme.format, blocks)
     signround.moved(w, v, by)
     signround.gradient(v, w, v, by, sums=True)
+    signround.gradient(v, w, v, by, sums=True, rate=0.1)
+    signround.keep(empty((1,), "uint8"), v, v)
     return signround.step(v, v, 0.1)
+
+
+def token_errors(dtype="bfloat16", wanted="bfloat16", shape=SOME):
+    y = empty(shape, dtype).requires_grad_()
+    found = errors.token_errors(y, empty(shape, wanted))
+    return torch.autograd.grad(found, y, empty(shape[:-1], "float32"))
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
@@ -277,6 +286,7 @@ def case(function, *args, kernels=("blocks_kernel",), **options):
 TWICE = ("blocks_kernel", "blocks_kernel")
 THRICE = (*TWICE, "blocks_kernel")
 GROUPS = ("group_maxima_kernel", "group_columns_kernel")
+LEARNED = ("moved_kernel", "gradient_kernel", "gradient_kernel", "keep_better_kernel", "sign_step_kernel")
 
 
 @dataclass(frozen=True)
@@ -305,6 +315,21 @@ class Moves:
 # * Packed codes that are made of codes, or become codes, are 4 or 8 bytes of every 16, and codes are 4 of 16 bytes of float32.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
+    # V, weights, their gradients; the scale of each element is read by itself.
+    (
+        case(learned_rounding, "int4_g128", shape=BIG, kernels=LEARNED),
+        (
+            Moves(6, 4, 15.1, few=16),
+            Moves(8, 4, 15.3, few=16),
+            Moves(8, 4, 23.1, few=16),
+            Moves(4, 4, 3.5),
+            Moves(8, 4, 12.1),
+        ),
+    ),
+    (
+        case(token_errors, shape=BIG, kernels=("errors_kernel", "gradients_kernel")),
+        (Moves(4, 0, 11.2), Moves(4, 2, 11.4)),
+    ),
     (case(gathered, kernels=("gather_transposed_kernel",)), (Moves(2, 2, 6.4),)),
     (case(quantize, "fp8_rowwise", shape=BIG), (Moves(2, 1, 7.2),)),
     (
