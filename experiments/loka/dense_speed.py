@@ -45,8 +45,8 @@ THREE = ("no_bias", "block_norm", "hard_swish")
 MODS: dict[str, tuple[str, ...]] = {"none": (), **{one: (one,) for one in THREE}, "all three": THREE}
 #: What outputs may move by where only time counts.
 ANY = 1e6
-#: Tokens of a probe whose errors nothing asks for: those of many take the host minutes at the widest layers.
-TOKENS = 8
+#: Tokens and examples of a probe whose errors nothing asks for: those of many take minutes at the widest layers.
+TOKENS, PROBED = 8, 64
 PLANS = {"cuda": Plan(rounds=10, warmup=1, seconds=3.0, fewest=3), "cpu": Plan(rounds=1, warmup=0, fewest=1)}
 #: Programs that torch may make of one function: every method, layers of other shapes, with and without gradients. Beyond its
 #: limit, 8, it would run the rest operation by operation, with a line on stderr.
@@ -123,7 +123,8 @@ def changed(
     """Let the layers of a model train by a method. done: is called after a stage within."""
     if method == "dispatch":
         recipes = ["rowwise", "tensorwise"]
-        report = ao_lab.probe_(model, [inputs], recipes, filter_fn=is_wide, tokens=TOKENS, measure=False)
+        few = [tuple(one[:PROBED] for one in inputs)]
+        report = ao_lab.probe_(model, few, recipes, filter_fn=is_wide, tokens=TOKENS, measure=False)
         done(f"{method}, probed")
         ao_lab.dispatch_(
             model, lambda m: m(*inputs).float().mean(), report, budget=ANY, most_noise=ANY, confirm=True
