@@ -61,7 +61,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     words: list[str] = []
     if (best := best_run(by_run(rows, SITES))) is not None:
         share, worst = site_summary(best[1])
-        random = max(best[1].value(s, m, f"{WORST}, {SOURCES[-1]}") or 0 for s, m in lines(best[1]))
+        random = max(best[1].value(s, m, f"{WORST}, {SOURCES[-1]}") or 0 for s, m in best[1].lines)
         words.append(
             f"From 1024 tokens a layer's error on later impressions is predicted within 5% for {number(share, 0)}% of layers "
             f"and candidates, at worst by a factor of {number(worst, 2)}; on N(0, 1) by a factor of up to {number(random, 1)}."
@@ -78,7 +78,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         parts = [f"{kind} {tests} (MERE {mere})" for kind, (tests, mere) in found.items()]
         words.append(f"Of {count} faulty kernels five standard errors find: on {', on '.join(parts)}.")
     if (best := best_run(by_run(rows, ALARMS))) is not None:
-        (one,) = lines(best[1])
+        (one,) = best[1].lines
         told = (best[1].value(*one, metric) for metric in ("false alarms", "right kernels"))
         words.append(
             "Of right kernels {} of {} are taken for faulty ones.".format(
@@ -88,24 +88,19 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return words
 
 
-def lines(results: Results) -> list[tuple[str, str]]:
-    """Settings with their methods."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
-
-
 def eight_bits(results: Results) -> list[tuple[str, str]]:
     """Those of 8 bits."""
-    return [one for one in lines(results) if one[1] not in FOUR_BITS]
+    return [one for one in results.lines if one[1] not in FOUR_BITS]
 
 
 def site_summary(results: Results) -> tuple[float, float]:
     """The share of layers and candidates within 5 %, and the worst ratio."""
     counts = [
         (results.value(*one, LAYERS) or 0, results.value(*one, f"{WITHIN}, {SOURCES[0]}") or 0)
-        for one in lines(results)
+        for one in results.lines
     ]
     whole = sum(count for count, _ in counts)
-    worst = max(results.value(*one, f"{WORST}, {SOURCES[0]}") or 0 for one in lines(results))
+    worst = max(results.value(*one, f"{WORST}, {SOURCES[0]}") or 0 for one in results.lines)
     return sum(count * share for count, share in counts) / max(whole, 1), worst
 
 
@@ -149,14 +144,14 @@ def site_table(results: Results) -> Table:
               f"{number(results.value(setting, method, f'{WORST}, {one}'), 2)}x" for one in sources),
             number(results.value(setting, method, SPREAD), 1) + "x",
         ]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]  # fmt: skip
     return Table("Predicted error over that on later impressions", columns, body, results.rows)
 
 
 def site_drawing(where: Where, results: Results) -> Drawing:
     """The worst prediction of each model and candidate, by where inputs come from."""
-    shown = lines(results)
+    shown = results.lines
     sources = [source for source in SOURCES if f"{WORST}, {source}" in results.metrics]
     series = {one: [results.value(*line, f"{WORST}, {one}") for line in shown] for one in sources}
     figure = dots(labels(shown), series, "worst ratio of predicted and measured errors of layers", base=1.0)
@@ -169,7 +164,7 @@ def site_drawing(where: Where, results: Results) -> Drawing:
 
 def output_drawing(where: Where, results: Results) -> Drawing:
     """A logit's change, predicted and measured."""
-    shown = lines(results)
+    shown = results.lines
     series = {
         name: [results.value(*line, metric) for line in shown]
         for name, metric in (
@@ -214,7 +209,7 @@ def output_table(results: Results) -> Table:
             setting,
             *(number(results.value(setting, method, one), digits) for one, digits in metrics.items()),
         ]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]
     columns = [
         "candidate",
@@ -257,7 +252,7 @@ def alarm_table(results: Results) -> Table:
     metrics = ("right kernels", "false alarms", "largest difference")
     body = [
         [method, *(number(results.value(setting, method, one), 1) for one in metrics)]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]
     return Table(
         "Right kernels: sums in other orders, other scales, dtypes and schemes",
@@ -274,7 +269,7 @@ def cost_table(results: Results) -> Table:
     metrics |= {one: digits for one, digits in more.items() if one in results.metrics}
     body = [
         [setting, *(number(results.value(setting, method, one), digits) for one, digits in metrics.items())]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]
     names = {KEPT: "kept of a site (MB)", GATHERED: "joining samples (s)"}
     columns = ["model", "step (ms)", "sampled step (x)", *(f"every {every} (%)" for every in CADENCES)]
@@ -321,10 +316,12 @@ def _kernel_targets(results: Results) -> list[Target]:
 
 
 def _cost_targets(where: Where, results: Results) -> RunTargets:
-    metric = "a sample every 100 steps"
-    limit = limit_of(EXPERIMENT, "cost", metric)
-    return RunTargets(
-        where,
-        [limit.target(f"{s}: {metric}", results.value(s, m, metric), unit="%") for s, m in lines(results)],
-        "cost",
-    )
+    units = {"a sample every 100 steps": "%", KEPT: "MB"}
+    limits = {metric: limit_of(EXPERIMENT, "cost", metric) for metric in units}
+    targets = [
+        limits[metric].target(f"{setting}: {metric}", results.value(setting, method, metric), unit=unit)
+        for setting, method in results.lines
+        for metric, unit in units.items()
+        if metric in results.metrics
+    ]
+    return RunTargets(where, targets, "cost")

@@ -3,7 +3,8 @@
 Parts are modules of this folder, each with its lines: what is measured at once. "sites" and "outputs" are what a probe predicts
 (`prediction`), "cost" what it takes online (`sampling_cost`), "faults" and "right kernels" what is told of kernels
 (`faulty_kernels`), "schemes" predictions for other models in all schemes (`every_scheme`). Faults are computed on a CPU.
-"trajectory", "policies" and "speed" are of workloads (`workloads`); the cases of "speed" are timed whole, all methods in turn.
+"trajectory", "policies", "speed" and "shapes" are of workloads (`workloads`); the cases of the last two are timed whole, all
+methods in turn.
 """
 
 from __future__ import annotations
@@ -67,18 +68,18 @@ def models_of(settings: Settings) -> Iterable[str]:
 
 
 def cost_lines(settings: Settings) -> Iterator[Line]:
-    """Part "cost": exact shapes on a GPU, small networks, and ranks at scale full on a CPU."""
+    """Part "cost": exact shapes on a GPU, ranks at scale full on a CPU, and small networks, which are trained first."""
     kind, method = sampling_cost.COST, "rowwise"
     for name in sampling_cost.EXACT if settings.device == "cuda" else ():
         work = partial(sampling_cost.exact_values, name, settings.device)
         yield Line(kind, RANDOM, f"{name}, compiled", method, work)
-    place = settings.scale, settings.seed, settings.device
-    for name in models_of(settings):
-        yield Line(kind, DATA, name, method, partial(sampling_cost.cost_values, name, *place))
     if (settings.scale, settings.device) == ("full", "cpu"):
         for wrapped in sampling_cost.WRAPPED:
             work = partial(sampling_cost.rank_values, wrapped)
             yield Line(kind, RANDOM, f"DCN, {wrapped} on two ranks", method, work)
+    place = settings.scale, settings.seed, settings.device
+    for name in models_of(settings):
+        yield Line(kind, DATA, name, method, partial(sampling_cost.cost_values, name, *place))
 
 
 def kernel_lines(settings: Settings) -> Iterator[Line]:
@@ -109,6 +110,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Line] | Iterator[Turns]]] = {
     "trajectory": workloads.trajectory_lines,
     "policies": workloads.policy_lines,
     "speed": workloads.speed_lines,
+    "shapes": workloads.shape_lines,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
+from experiments.loka import shape_speed
 from experiments.loka.dense_speed import (
     BOTH,
     FORWARD,
@@ -44,6 +45,12 @@ EPILOGUE_TEXT = (
     "An FP8 matmul, rows x inputs x outputs, with block norm over 256 columns and hard swish in its epilogue, which writes "
     "bfloat16 or codes with scales of 128 columns; and the same as a kernel behind the matmul that torch.compile makes.",
 )
+SHAPE_TEXT = (
+    "Matmuls of tokens x inputs x outputs, from the shortest to the longest sum of LoKA's 27 of production, of which the ends "
+    "alone are public. The 25 between are a sweep of ours, so that the published means (1.6x with casts, casts above 30 "
+    "percent of the time, the best rate below 20 percent of the peak) are of other shapes. Training casts both operands, "
+    "inference inputs alone; the share of the peak, 1979 TFLOP/s, is that of a matmul with both casts.",
+)
 
 TABLE_TEXT = (
     "Bags of DLRMv2's tables, all 204 million rows on one GPU, batch 8192; the rate of the bytes that have to move is over "
@@ -62,16 +69,16 @@ def ratio(
     return next((first / mine for first, mine in pairs if first and mine), None)
 
 
-def lines(results: Results) -> list[tuple[str, str]]:
-    """Settings with their methods."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
+def times_as_quick(value: float | None, digits: int = 2) -> str:
+    """How many times quicker, as a cell; empty where that is not known."""
+    return f"{number(value, digits)}x" if value else ""
 
 
 def quickest_norm(results: Results, setting: str) -> tuple[str, float] | None:
     """The FP8 method that gains most over bfloat16, and how much."""
     found = {
         method: gain
-        for one, method in lines(results)
+        for one, method in results.lines
         if one == setting and method != BASE and (gain := ratio(results, setting, BASE, method, TIME))
     }
     name = max(found, key=lambda one: found[one], default=None)
@@ -83,7 +90,7 @@ def slower(results: Results, setting: str) -> float | None:
     plain = [value for one in ALONE if (value := results.value(setting, one, TIME))]
     fused = [
         value
-        for one, method in lines(results)
+        for one, method in results.lines
         if one == setting and method.endswith("in the epilogue")
         if (value := results.value(setting, method, TIME))
     ]
@@ -103,6 +110,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         (TABLES, _tables_found),
         (NORM, _norms_found),
         (EPILOGUE, _epilogues_found),
+        (shape_speed.SHAPES, _shapes_found),
     )
     words = []
     for kind, tell in made:
@@ -160,6 +168,22 @@ def _epilogues_found(results: Results) -> list[str]:
     )
 
 
+def time_of(results: Results) -> shape_speed.Value:
+    """The time of a shape and a method."""
+    return lambda setting, method: results.value(setting, method, TIME)
+
+
+def _shapes_found(results: Results) -> list[str]:
+    told = shape_speed.summary_of(time_of(results), results.settings)
+    if told[shape_speed.BOTH] is None or told[shape_speed.ALONE] is None:
+        return []
+    return [
+        f"Over {len(results.settings)} shapes FP8 matmuls are {number(told[shape_speed.ALONE], 2)}x bfloat16 alone and "
+        f"{number(told[shape_speed.BOTH], 2)}x with both casts, which take {number(100 * told['casts'], 0)}% of the time; "
+        f"the best rate is {number(100 * told['peak'], 0)}% of the peak."
+    ]
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Steps, mods, norms, epilogues; run by run."""
     made = (
@@ -168,6 +192,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         (TABLES, "Embedding tables", TABLE_TEXT, table_table),
         (NORM, "Norm, FP8 and matmul", NORM_TEXT, norm_table),
         (EPILOGUE, "Block norm in the epilogue", EPILOGUE_TEXT, epilogue_table),
+        (shape_speed.SHAPES, "Shapes of recommendation models", SHAPE_TEXT, shape_table),
     )
     return [
         Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
@@ -180,7 +205,7 @@ def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
     """Steps over bfloat16."""
     if kind != SPEED:
         return []
-    timed = [line for line in lines(results) if line[1] != BASE]
+    timed = [line for line in results.lines if line[1] != BASE]
     series = {
         one: [ratio(results, setting, BASE, method, one) for setting, method in timed]
         for one in (BOTH, FORWARD)
@@ -194,12 +219,12 @@ def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
 def speed_table(results: Results) -> Table:
     """A line for every model and method."""
     body = []
-    for setting, method in lines(results):
+    for setting, method in results.lines:
         cells = [
             number(results.value(setting, method, one), 2)
             for one in (BOTH + GRAPH, BOTH, FORWARD + GRAPH, FORWARD)
         ]
-        gains = [number(ratio(results, setting, BASE, method, one), 2) + "x" for one in (BOTH, FORWARD)]
+        gains = [times_as_quick(ratio(results, setting, BASE, method, one)) for one in (BOTH, FORWARD)]
         memory = number(results.value(setting, method, MEMORY), 1)
         body.append([method, setting, *cells[:2], gains[0], *cells[2:], gains[1], memory])
     columns = [
@@ -215,7 +240,7 @@ def mod_table(results: Results) -> Table:
     body = []
     for setting in results.settings:
         base = results.value(setting, names[0], BOTH + GRAPH) or results.value(setting, names[0], BOTH)
-        gains = [number(ratio(results, setting, names[0], name, BOTH), 2) + "x" for name in names[1:]]
+        gains = [times_as_quick(ratio(results, setting, names[0], name, BOTH)) for name in names[1:]]
         body.append([setting, number(base, 3), *gains])
     title = "DLRMv2-DCN with norms and SiLU: forward and backward, over the step without mods"
     return Table(title, ["batch", "step (ms)", *names[1:]], body, results.rows)
@@ -228,9 +253,9 @@ def norm_table(results: Results) -> Table:
             method,
             setting,
             number(results.value(setting, method, TIME), 1),
-            number(ratio(results, setting, BASE, method, TIME), 2) + "x",
+            times_as_quick(ratio(results, setting, BASE, method, TIME)),
         ]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]
     return Table("Norm and matmul", ["method", "shape", "time (us)", "over bfloat16"], body, results.rows)
 
@@ -238,12 +263,36 @@ def norm_table(results: Results) -> Table:
 def epilogue_table(results: Results) -> Table:
     """A line for every shape and method, over torch's plain matmul."""
     body = []
-    for setting, method in lines(results):
+    for setting, method in results.lines:
         mine, plain = (results.value(setting, one, TIME) for one in (method, PLAIN))
         over = number(mine / plain if mine and plain else None, 3)
         body.append([method, setting, number(mine, 1), over])
     columns = ["method", "shape", "time (us)", "over torch's matmul alone"]
     return Table("Matmul and block norm", columns, body, results.rows)
+
+
+def shape_table(results: Results) -> Table:
+    """A line for every shape: how many times quicker than bfloat16, the share of casts and of the peak."""
+    body, value = [], time_of(results)
+    for setting in results.settings:
+        methods = (shape_speed.ALONE, shape_speed.INPUTS, shape_speed.BOTH)
+        found = [ratio(results, setting, BASE, one, TIME) for one in methods]
+        one = shape_speed.summary_of(value, [setting])
+        shares = [None if one[name] is None else 100 * one[name] for name in ("casts", "peak")]
+        body.append([
+            setting, number(value(setting, BASE), 1), *map(times_as_quick, found),
+            *(number(share, 0) for share in shares),
+        ])  # fmt: skip
+    columns = [
+        "shape",
+        "bfloat16 (us)",
+        "fp8 alone",
+        "inputs cast",
+        "both cast",
+        "casts (%)",
+        "of the peak (%)",
+    ]
+    return Table("FP8 matmuls over bfloat16", columns, body, results.rows)
 
 
 def table_table(results: Results) -> Table:
@@ -253,11 +302,11 @@ def table_table(results: Results) -> Table:
             method,
             setting,
             number(results.value(setting, method, TIME), 1),
-            number(ratio(results, setting, DENSE, method, TIME, graph=False), 2) + "x",
+            times_as_quick(ratio(results, setting, DENSE, method, TIME, graph=False)),
             number(results.value(setting, method, BYTES), 2),
             number(results.value(setting, method, HELD), 1),
         ]
-        for setting, method in lines(results)
+        for setting, method in results.lines
     ]
     columns = ["method", "ids", "time (us)", "over torch's bags", "bytes over a copy's", "table (GB)"]
     return Table("Bags of a batch of 8192", columns, body, results.rows)

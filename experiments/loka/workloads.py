@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from experiments.harness.measuring import Deadline, Values
-from experiments.loka import dense_speed, fused_speed, policies, table_speed, trajectory
+from experiments.loka import dense_speed, fused_speed, policies, shape_speed, table_speed, trajectory
 from experiments.runs.run import Settings
 
 
@@ -42,7 +42,7 @@ RANDOM = "random-embeddings"
 OPERANDS = "normal"
 #: Kinds of tables whose methods are timed in turn.
 IN_TURN = (
-    dense_speed.SPEED, dense_speed.MOD_SPEED, fused_speed.NORM, fused_speed.EPILOGUE, table_speed.TABLES,
+    dense_speed.SPEED, dense_speed.MOD_SPEED, fused_speed.NORM, fused_speed.EPILOGUE, shape_speed.SHAPES, table_speed.TABLES,
 )  # fmt: skip
 #: Batches of mods.
 BATCHES = (1024, 6144)
@@ -79,7 +79,10 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
     """Part "speed", cases with bars first: nothing without a GPU."""
     if settings.device != "cuda":
         return
-    norms, epilogues = (_fused(kind, settings.device) for kind in (fused_speed.NORM, fused_speed.EPILOGUE))
+    norms, epilogues = (
+        _fused(kind, fused_speed.CASES[kind], settings.device)
+        for kind in (fused_speed.NORM, fused_speed.EPILOGUE)
+    )
     yield from (*norms[:2], epilogues[0])
     for name, workload in dense_speed.WORKLOADS.items():
         yield _dense(dense_speed.SPEED, name, workload, dense_speed.methods_of(name), settings.device)
@@ -94,11 +97,17 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
         )
 
 
-def _fused(kind: str, device: str) -> list[Turns]:
+def shape_lines(settings: Settings) -> Iterator[Turns]:
+    """Part "shapes": nothing without a GPU."""
+    if settings.device == "cuda":
+        yield from _fused(shape_speed.SHAPES, shape_speed.CASES, settings.device)
+
+
+def _fused(kind: str, cases: Iterable[fused_speed.Case], device: str) -> list[Turns]:
     """Cases of a kind."""
     return [
         Turns(kind, OPERANDS, case.name, tuple(case.methods), partial(fused_speed.measure, case, device))
-        for case in fused_speed.CASES[kind]
+        for case in cases
     ]
 
 
@@ -109,4 +118,13 @@ def _dense(
     return Turns(kind, RANDOM, name, methods, work, needs=15.0 if workload.graph else 40.0)
 
 
-__all__ = ["IN_TURN", "RANDOM", "Line", "Turns", "policy_lines", "speed_lines", "trajectory_lines"]
+__all__ = [
+    "IN_TURN",
+    "RANDOM",
+    "Line",
+    "Turns",
+    "policy_lines",
+    "shape_lines",
+    "speed_lines",
+    "trajectory_lines",
+]

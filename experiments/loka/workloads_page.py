@@ -59,11 +59,6 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return [word for word in words if word]
 
 
-def lines(results: Results) -> list[tuple[str, str]]:
-    """Settings with their methods."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
-
-
 @dataclass(frozen=True)
 class PairedQuality:
     """A model with a change: means over the seeds whose base trained too, the relative log loss of these pairs (percent), and
@@ -88,7 +83,7 @@ def qualities(results: Results) -> list[PairedQuality]:
     for row in results.rows:
         found.setdefault((row.setting, row.method, row.metric), {})[row.seed] = row.value
     made = []
-    for setting, method in lines(results):
+    for setting, method in results.lines:
         base, mine = (found.get((setting, one, LOG_LOSS), {}) for one in (BASE, method))
         both = sorted(base.keys() & mine.keys())
         if both:
@@ -102,7 +97,7 @@ def quickest_uniform(results: Results, setting: str) -> tuple[str, float] | None
     """Name and time of the quickest uniform policy within the budget."""
     able = {
         method: seconds
-        for one, method in lines(results)
+        for one, method in results.lines
         if one == setting and method.startswith("uniform") and results.value(setting, method, FITS)
         if (seconds := results.value(setting, method, SECONDS)) is not None
     }
@@ -153,7 +148,7 @@ def quality_table(results: Results) -> Table:
 def policy_table(results: Results) -> Table:
     """A line for every model and policy."""
     body = []
-    for setting, method in lines(results):
+    for setting, method in results.lines:
         fits = results.value(setting, method, FITS)
         dense, mine = (results.value(setting, one, SECONDS) for one in (DENSE, method))
         body.append([

@@ -110,6 +110,11 @@ class Results:
         return list(dict.fromkeys(row.setting for row in self.rows))
 
     @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Settings with their methods likewise."""
+        return list(dict.fromkeys((row.setting, row.method) for row in self.rows))
+
+    @property
     def metrics(self) -> list[str]:
         """Metrics likewise."""
         return list(dict.fromkeys(row.metric for row in self.rows))

@@ -1,6 +1,7 @@
 """Workloads of `loka`: which lines a run has, what they measure on small models, and what the page says of them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from experiments.loka import (
     page,
     policies,
     run,
+    shape_speed,
     speed_page,
     table_speed,
     trajectory,
@@ -58,7 +60,9 @@ def test_lines(tmp_path):
     assert len([*workloads.trajectory_lines(full)]) == 8 * (
         3 * 2 * len(trajectory.CHANGES) + 2 * len(trajectory.RECIPES)
     )
-    assert {line.kind for line in workloads.speed_lines(full)} == set(workloads.IN_TURN)
+    timed = [*workloads.speed_lines(full), *workloads.shape_lines(full)]
+    assert {line.kind for line in timed} == set(workloads.IN_TURN)
+    assert not [*workloads.shape_lines(quick)]
 
 
 def rows_of(tmp_path):
@@ -152,12 +156,13 @@ def test_layers_and_the_network_behind_them_are_three_programs():
 
 
 def fused_cases():
-    """Both kinds, at a small shape."""
-    return {kind: replace(cases[0], m=40, k=128, n=256) for kind, cases in fused_speed.CASES.items()}
+    """All kinds, at a small shape."""
+    kinds = {**fused_speed.CASES, shape_speed.SHAPES: shape_speed.CASES}
+    return {kind: replace(cases[0], m=40, k=128, n=256) for kind, cases in kinds.items()}
 
 
 def test_fused_methods_compute_what_float32_does(monkeypatch):
-    """All of both kinds; one that computes something else has no time."""
+    """All kinds; one that computes something else has no time."""
     for case in fused_cases().values():
         first, *_, last = case.methods
         twice = lambda *operands, exact=case.exact: 2 * exact(*operands)  # noqa: E731
@@ -166,6 +171,28 @@ def test_fused_methods_compute_what_float32_does(monkeypatch):
         assert all(found[name][fused_speed.TIME][0] > 0 for name in case.methods if name != last)
         assert list(found[last]) == ["status: wrong: the error against float32 is 1"]
         assert fused_speed.ERROR in found[first] or first in fused_speed.ALONE
+
+
+def test_shapes_between_the_published_ends():
+    """A sweep in equal steps of logarithms, of lengths that FP8 matmuls take; means over shapes are of what was timed."""
+    found = shape_speed.shapes()
+    assert (found[0], found[-1], len(found)) == ((2048, 256, 768), (2048, 123200, 1024), 27)
+    assert all(length % 16 == 0 for shape in found for length in shape)
+    sums = [k for _, k, _ in found]
+    assert sums == sorted(set(sums))
+    assert all(1.22 < b / a < 1.31 for a, b in pairwise(sums))
+    of = {"bfloat16": 6.0, shape_speed.ALONE: 2.0, shape_speed.INPUTS: 3.0, shape_speed.BOTH: 4.0}
+    rows = times(shape_speed.SHAPES, "n", "1000 x 1000 x 3958", "time", of)
+    rows += times(shape_speed.SHAPES, "n", "16 x 16 x 16", "time", {"bfloat16": 1.0})
+    (words,) = speed_page.findings(rows)
+    assert "3.00x bfloat16 alone and 1.50x with both casts, which take 50% of the time" in words
+    assert "the best rate is 100% of the peak" in words
+    (section,) = speed_page.sections(rows)
+    lines = [line[1:] for line in section.tables[0].lines]
+    assert [line[:5] for line in lines] == [
+        ["6.0", "3.00x", "2.00x", "1.50x", "50"],
+        ["1.0", "", "", "", ""],
+    ]
 
 
 def test_bags_of_tables_in_turn(monkeypatch):
