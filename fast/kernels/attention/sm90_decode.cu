@@ -505,9 +505,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) TOGETHER void sm90
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
   const int count = int(*p.length), all = stored_tokens(count, p.residual, p.open);
   constexpr int BLOCK = WARPS * SPAN;
-  // Parts behind the last token are not read; the first one has the tokens as computed.
+  // Tokens as computed are of the part behind the last token, which has no others, or of the last part. Other parts behind it
+  // are not read.
   const int each = blocks_of_a_part(all, BLOCK, p.splits), first = split * each * BLOCK;
-  if (CLUSTER == 1 && split > 0 && first >= all) return;
+  const int beside = WINDOW ? min(parts_with_tokens(all, BLOCK, each), p.splits - 1) : 0;
+  if (CLUSTER == 1 && split != beside && first >= all) return;
   const int quarter = lane % 4, eighth = lane / 4;
   Place at = {p, shared.base[warp][0] + lane, reinterpret_cast<u32*>(shared.scales[warp]),
               p.k + (i64(pair) * p.k_room + eighth) * ROW + quarter * K_PIECE,
@@ -534,7 +536,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) TOGETHER void sm90
 #pragma unroll
   for (int i = 0; i < 4 * STEPS; i++) sums.y[i / 4][i % 4] = 0.0f;
 #if WINDOW
-  if (split == 0) {
+  if (split == beside) {
     for (int slot = 16 * warp; slot < p.sinks + p.ring; slot += 16 * WARPS) of_computed(sums, q, at, pair, slot, count);
   }
 #endif

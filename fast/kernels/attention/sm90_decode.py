@@ -39,6 +39,8 @@ COLUMNS = 8
 #: Widths of heads, and the tokens of a warp's step by the bytes of a token: what of keys and of values 32 registers hold.
 WIDTHS = (64, 128)
 STEP_BYTES, MOST_TOKENS = 4096, 32
+#: Parts that a warp of what adds them reads at once.
+TOGETHER = (3, 9, 17)
 #: Most programs of a cluster.
 MOST_CLUSTER = 8
 #: Share of the places for programs that is enough, and the most parts that are tried for it where heads alone fill them.
@@ -100,11 +102,12 @@ KERNEL = Kernel(
 
 
 class Parts(NamedTuple):
-    """What is added: width of heads, dtype of the result, tokens that parts are multiples of."""
+    """What is added: width of heads, dtype of the result, tokens that parts are multiples of, parts that a warp reads at once."""
 
     width: int
     dtype: str
     block: int
+    together: int
 
 
 class PartsVariant(NamedTuple):
@@ -129,6 +132,7 @@ PARTS_KERNEL = Kernel(
         "WIDTH": problem.width,
         "BF16": int(problem.dtype == "bfloat16"),
         "BLOCK": problem.block,
+        "AT_ONCE": problem.together,
     },
     own=("softmax.cuh",),
     shared=(),
@@ -190,7 +194,7 @@ def attention(
     variant = variant_of(problem)
     if cluster and 1 < splits <= MOST_CLUSTER:
         variant = variant._replace(cluster=splits)
-    added = Parts(k.width, problem.dtype, span_of(problem)) if splits > variant.cluster else None
+    added = parts_added(problem, splits) if splits > variant.cluster else None
     if not _is_loadable(problem, variant, added, q.get_device()):
         return None
     y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
@@ -199,6 +203,12 @@ def attention(
     if added is not None and parts is not None:
         add(added, *parts, length, y, splits, k.window if problem.window else ALL_STORED)
     return y.transpose(1, 2)
+
+
+def parts_added(problem: Problem, splits: int) -> Parts:
+    """What adds so many parts: as many are read together as there are, or a warp's registers hold."""
+    together = next((n for n in TOGETHER if n * WARPS >= splits), TOGETHER[-1])
+    return Parts(problem.width, problem.dtype, span_of(problem), together)
 
 
 def _is_loadable(problem: Problem, variant: Variant, added: Parts | None, device: int) -> bool:
@@ -261,14 +271,14 @@ def add(
     window: Window,
 ) -> None:
     """Write y (B, 1, H, D): the sum of its parts, of which those behind the last token are not read."""
-    numbers = (splits, window.residual, window.group)
+    numbers = (splits, window.residual, window.group, int(window.slots > 0))
     _add_launch(added, y.numel() // added.width, numbers).run((parts, stats, length, y), y.get_device())
 
 
 @lru_cache(maxsize=256)
 def _add_launch(added: Parts, programs: int, numbers: tuple[int, ...]) -> CudaLaunch:
     shared, names = 4 * WARPS * added.width, ("parts", "stats", "length", "y")
-    return CudaLaunch(PARTS_KERNEL, PartsVariant(), added, names, programs, shared, ("3i4x", numbers))
+    return CudaLaunch(PARTS_KERNEL, PartsVariant(), added, names, programs, shared, ("4i", numbers))
 
 
 __all__ = [
@@ -280,6 +290,7 @@ __all__ = [
     "add",
     "attention",
     "launch",
+    "parts_added",
     "problem_of",
     "refusal",
     "span_of",

@@ -1,28 +1,28 @@
 // The parts of a context that `sm90_decode` attended to, added: of each query sums by channel, the largest score, the sum of weights.
 // A program has one query; each of its warps takes every WARPS-th part, and reads several at a time.
 //
-// Defined: WIDTH, BF16 (of the result), BLOCK (tokens that parts are multiples of).
+// Defined: WIDTH, BF16 (of the result), BLOCK (tokens that parts are multiples of), AT_ONCE (parts that a warp reads at once).
 
 #include "softmax.cuh"
 
-constexpr int WARPS = 4, OWN = WIDTH / 32, AT_ONCE = 9;  // channels of a lane; parts of a warp that are read together
+constexpr int WARPS = 4, OWN = WIDTH / 32;  // channels of a lane
 
 struct Problem {
   const float* parts;
   const float2* stats;
   const i64* length;
   unsigned short* y;
-  int splits, residual, open;
+  int splits, residual, open, beside;  // beside: whether the part behind the last token has tokens as computed
 };
 
 __device__ __forceinline__ float share_of(float2 one, float top) {
   return one.x == -infinity() ? 0.0f : exponential(one.x - top);
 }
 
-// Parts that have a token; the first one has those as computed.
+// Parts that have a token, stored or as computed.
 __device__ __forceinline__ int live_of(const Problem& p) {
-  const int all = stored_tokens(int(*p.length), p.residual, p.open), each = max(1, blocks_of_a_part(all, BLOCK, p.splits));
-  return max(1, ((all + BLOCK - 1) / BLOCK + each - 1) / each);
+  const int all = stored_tokens(int(*p.length), p.residual, p.open), each = blocks_of_a_part(all, BLOCK, p.splits);
+  return max(1, min(parts_with_tokens(all, BLOCK, each) + p.beside, p.splits));
 }
 
 extern "C" __global__ __launch_bounds__(32 * WARPS) void sm90_decode_parts(const __grid_constant__ Problem p) {

@@ -42,3 +42,9 @@ __device__ __forceinline__ int stored_tokens(int count, int residual, int open) 
 __device__ __forceinline__ int blocks_of_a_part(int tokens, int block, int parts) {
   return ((tokens + block - 1) / block + parts - 1) / parts;
 }
+
+// Parts that have tokens, of so many blocks each; none without tokens.
+__device__ __forceinline__ int parts_with_tokens(int tokens, int block, int each) {
+  const int some = max(1, each);
+  return ((tokens + block - 1) / block + some - 1) / some;
+}

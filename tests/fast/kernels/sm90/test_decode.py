@@ -159,7 +159,7 @@ def attended(name, **device):
     def attend():
         sm90_decode.launch(problem, variant, q, keys, values, length, *rules)
         if parts:
-            added = sm90_decode.Parts(q.shape[3], problem.dtype, sm90_decode.span_of(problem))
+            added = sm90_decode.parts_added(problem, splits)
             window = keys.window if problem.window else ALL_STORED
             sm90_decode.add(added, *parts, length, y, splits, window)
 
@@ -255,7 +255,11 @@ PARTS_FAULTS = {
         "int u = 1; u < AT_ONCE; u++) {\n    const int i",
     ),
     "parts have equal shares": ("exponential(one.x - top)", "1.0f"),
-    "the first part alone": ("return max(1, ((all + BLOCK - 1) / BLOCK + each - 1) / each);", "return 1;"),
+    "the first part alone": (
+        "return max(1, min(parts_with_tokens(all, BLOCK, each) + p.beside, p.splits));",
+        "return 1;",
+    ),
+    "tokens as computed are left out": (" + p.beside", ""),
 }
 
 
@@ -263,7 +267,7 @@ PARTS_FAULTS = {
 @pytest.mark.parametrize("fault", PARTS_FAULTS)
 def test_the_emulator_sees_of_parts(fault):
     require_nvrtc()
-    assert_seen(PARTS_FAULTS[fault], right_of("sm90_decode_parts"), ["channels", "int8"])
+    assert_seen(PARTS_FAULTS[fault], right_of("sm90_decode_parts"), ["channels", "int8", "open, short"])
 
 
 @pytest.mark.nightly
@@ -318,6 +322,7 @@ def test_parts_fill_the_device():
         splits = splits_of(one, pairs, 8192)
         rounds = -(-pairs * splits // places)
         assert pairs * splits >= 0.85 * rounds * places
+    assert [sm90_decode.parts_added(one, splits).together for splits in (2, 12, 33, 66, 132)] == [3, 3, 9, 17, 17]
 
 
 def test_what_is_taken():
