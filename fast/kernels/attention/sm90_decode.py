@@ -102,7 +102,7 @@ KERNEL = Kernel(
 
 
 class Parts(NamedTuple):
-    """What is added: width of heads, dtype of the result, tokens that parts are multiples of, parts that a warp reads at once."""
+    """What is added: width of heads, dtype of the result, tokens that parts are multiples of, parts that a warp has at once."""
 
     width: int
     dtype: str
