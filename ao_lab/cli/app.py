@@ -364,6 +364,9 @@ def probe(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="An earlier report (--out): show layers whose error has moved since.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed, of sampled tokens and directions.")] = 0,
     device: OnDevice = None,
     as_json: AsJson = False,
@@ -389,6 +392,7 @@ def probe(
             where,
             out,
             plot,
+            compare,
         )
         run_probe(model_dir, wanted, as_json)
 

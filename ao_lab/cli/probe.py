@@ -45,6 +45,7 @@ class Wanted:
     device: str | None = None
     out: Path | None = None
     plot: Path | None = None
+    compare: Path | None = None
 
     def recipes(self) -> dict[str, Any]:
         """Candidates by what was typed; WrongInput for unknown ones."""
@@ -74,6 +75,7 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     for path, option in ((wanted.out, "--out"), (wanted.plot, "--plot")):
         if path is not None:
             check_writable(path.parent, f"the folder of {option}")
+    before = earlier(wanted.compare)
     check_folder(source)
     skipped = SkippedLayers(wanted.skip)
     model = by_transformers(source, None)
@@ -89,11 +91,37 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     except ValueError as error:
         raise WrongInput(str(error)) from error
     skipped.check()
+    moved = moved_since(report, before, wanted.compare)
     if wanted.out is not None:
         report.to_json(wanted.out)
     if wanted.plot is not None:
         draw(report, wanted.plot)
-    show(report, as_json)
+    show(report, as_json, moved)
+
+
+def earlier(path: Path | None) -> ProbeReport | None:
+    """The report to compare with, read before anything is measured; WrongInput where the file holds none."""
+    from ao_lab.probe.report import ProbeReport
+
+    try:
+        return None if path is None else ProbeReport.from_json(path)
+    except ValueError as error:
+        raise WrongInput(f"--compare {path}: {error}") from error
+
+
+def moved_since(report: ProbeReport, before: ProbeReport | None, path: Path | None) -> list[list[str]] | None:
+    """Layers whose error has moved, lines of `MOVED`; None without an earlier report."""
+    if before is None:
+        return None
+    try:
+        found = report.moved(before)
+    except ValueError as error:
+        raise WrongInput(f"--compare {path}: {error}") from error
+    lines = []
+    for (name, candidate), size in found.items():
+        errors = [one.site(name).candidates[candidate].norm_ratio for one in (before, report)]
+        lines.append([name, candidate, *(f"{one.value:.4g}" for one in errors if one), f"{size:+.1f}"])
+    return lines
 
 
 def linear_but(skipped: Any) -> Any:
@@ -179,16 +207,24 @@ def draw(report: ProbeReport, path: Path) -> None:
         raise WrongInput(f"--plot {path}: {error}") from error
 
 
-def show(report: ProbeReport, as_json: bool) -> None:
-    """Tables, or the report's JSON."""
+#: Of layers that have moved: columns, and keys of the JSON.
+MOVED = ("site", "candidate", "error before", "error now", "standard errors")
+
+
+def show(report: ProbeReport, as_json: bool, moved: list[list[str]] | None = None) -> None:
+    """Tables, or the report's JSON; with an earlier report what has moved since."""
     import json
 
     from ao_lab.probe.report import COLUMNS
 
     if as_json:
-        print_json(json.loads(report.to_json()))
+        told = [dict(zip(MOVED, line, strict=True)) for line in moved or ()]
+        print_json(json.loads(report.to_json()) | ({} if moved is None else {"moved": told}))
         return
     for name in report.candidates:
         print_table(report.heading(name), list(COLUMNS), report.cells(name), numbers=list(COLUMNS[2:8]))
+    if moved is not None:
+        title = f"{len(moved)} errors of layers have moved since the earlier report"
+        print_table(title, list(MOVED), moved, numbers=list(MOVED[2:]))
     for note in report.notes:
         console().print(note, markup=False)

@@ -116,13 +116,19 @@ class ProbeReport:
         """Of sites and candidates whose error has moved since an earlier report: by how many standard errors of both.
 
         Counted are changes beyond `sigmas` of them and beyond `share` of the error before. ValueError for a report of other
-        sites. `reference.probe.drift.Hysteresis` keeps what reacts to it from reacting too often.
+        sites, or without a candidate of this one. `reference.probe.drift.Hysteresis` keeps what reacts to it from reacting too
+        often.
         """
         if [(line.name, line.shape) for line in before.sites] != [
             (line.name, line.shape) for line in self.sites
         ]:
             raise ValueError(
                 "the earlier report is of other sites; compare reports of one model and one filter_fn"
+            )
+        if not set(before.candidates) & set(self.candidates):
+            raise ValueError(
+                f"the earlier report has no candidate of this one: {', '.join(before.candidates)} there, "
+                f"{', '.join(self.candidates)} here; probe one in both"
             )
         found = {}
         for old, new in zip(before.sites, self.sites, strict=True):

@@ -43,10 +43,21 @@ def test_a_table_of_sites(folder, tmp_path, capsys):  # noqa: F811
     assert figure.stat().st_size > 1000
 
 
-def test_a_vision_transformer(vision, capsys):
-    command = ["probe", str(vision), "--data", str(vision / "images.npz"), "--tokens", "64", "--json"]
-    assert main(command) == 0
+def test_a_vision_transformer(vision, capsys, tmp_path):
+    """Images, and what has moved since an earlier report, one of whose errors is made another here."""
+    data, first = ["--data", str(vision / "images.npz"), "--tokens", "64"], tmp_path / "first.json"
+    assert main(["probe", str(vision), *data, "--out", str(first)]) == 0
+    assert "moved" not in capsys.readouterr().out
+    before = json.loads(first.read_text())
+    ratio = before["sites"][1]["candidates"]["rowwise"]["norm_ratio"]
+    ratio[:] = [2 * ratio[0], *ratio[1:]]
+    (tmp_path / "other.json").write_text(json.dumps(before))
+    assert main(["probe", str(vision), *data, "--json", "--compare", str(tmp_path / "other.json")]) == 0
     told = json.loads(capsys.readouterr().out)
+    (moved,) = told["moved"]
+    assert (moved["site"], moved["candidate"]) == (before["sites"][1]["name"], "rowwise")
+    assert float(moved["error now"]) == pytest.approx(float(moved["error before"]) / 2, rel=1e-3)
+    assert float(moved["standard errors"]) < -5
     report = ProbeReport.from_json(json.dumps(told))
     assert report.candidates == ("rowwise",)
     names = {line.name.rpartition(".")[2] for line in report.sites}
@@ -58,6 +69,7 @@ def test_a_vision_transformer(vision, capsys):
 
 def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
     text = ["--data", str(folder / "words.txt")]
+    (tmp_path / "none.json").write_text("{}")
     np.savez(tmp_path / "odd.npz", images=np.zeros((2, 3, 16, 16), np.float32))
     for arguments, said in (
         ([str(folder), *text, "--candidate", "rowwyse"], "rowwyse"),
@@ -65,6 +77,7 @@ def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
         ([str(vision), "--data", str(tmp_path / "odd.npz")], "has no argument images; it takes pixel_values"),
         ([str(vision), *text], "takes a .safetensors or .npz of its"),
         ([str(tmp_path), *text], "config.json"),
+        ([str(folder), *text, "--compare", str(tmp_path / "none.json")], "--compare"),
     ):
         assert main(["probe", *arguments]) == 2
         assert said in capsys.readouterr().err

@@ -152,6 +152,8 @@ def test_what_has_moved():
     assert not names & {"down", "up", "mlp.0"}
     with pytest.raises(ValueError, match="other sites"):
         probe_(model.mlp, [torch.randn(64, 64)], "rowwise").moved(before)
+    with pytest.raises(ValueError, match="int8_rowwise x int8_rowwise there, nf4 here"):
+        probe_(model, data(1), ["nf4"], measure=False).moved(before)
 
 
 def test_the_model_stays_as_it_is():
