@@ -322,7 +322,13 @@ def test_parts_fill_the_device():
         splits = splits_of(one, pairs, 8192)
         rounds = -(-pairs * splits // places)
         assert pairs * splits >= 0.85 * rounds * places
-    assert [sm90_decode.parts_added(one, splits).together for splits in (2, 12, 33, 66, 132)] == [3, 3, 9, 17, 17]
+    assert [sm90_decode.parts_added(one, splits).together for splits in (2, 12, 33, 66, 132)] == [
+        3,
+        3,
+        9,
+        17,
+        17,
+    ]
 
 
 def test_what_is_taken():
