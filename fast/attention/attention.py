@@ -170,13 +170,18 @@ def _dequantized(
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
         scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
-        weights = torch.nan_to_num(torch.softmax(scores, -1)).to(q.dtype)
+        weights = _of_some(torch.softmax(scores, -1), seen).to(q.dtype)
         return weights @ values.repeat_interleave(q.shape[1] // keys.shape[1], 1)
     added = seen if bias is None else torch.where(seen, bias, -math.inf).to(q.dtype)
     y = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=added, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
     )
-    return torch.nan_to_num(y)
+    return _of_some(y, seen)
+
+
+def _of_some(y: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """y (B, H, T, any) with zeros where a query sees no key; NaN of what it sees stays."""
+    return torch.where(seen.any(-1, keepdim=True), y, y.new_zeros(()))
 
 
 def _hidden_as_zeros(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -214,7 +219,7 @@ def _of_both(
         some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first:last]
         seen, bias = _visible(length - (queries - last), last - first, some, True, keys, q.device)
         scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
-        weights = torch.nan_to_num(torch.softmax(scores, -1)).to(q.dtype)
+        weights = _of_some(torch.softmax(scores, -1), seen).to(q.dtype)
         parts.append(
             _of_values(weights, computed[1], seen & near) + _of_values(weights, stored[1], seen & ~near)
         )

@@ -85,7 +85,8 @@ def attention(
     S positions hold a token, a number or one for each of B; None: all. causal: query t of T sees the first length - T + t + 1
     of them. mask: bool (True: attend) or float (added to scores), broadcast to (B, H, T, S). softcap: scores become
     softcap tanh(score / softcap) before bias and mask. out_dtype: that of q, or a name. A query that sees nothing gives zeros;
-    what a mask or the length hides is never read, so that NaN there does no harm.
+    what a mask or the length hides is never read, so that NaN there does no harm. A score that is NaN or infinity makes all
+    results of its query NaN, a NaN in a value that of its channel.
 
     accumulation: "exact", or "hopper_fp8": see the module; k and v as values, promote: tokens of a chain, None for all.
     computed: keys and values as they were computed, arrays (B, KV, S, D), of which each query sees those that `window` says,
@@ -274,7 +275,8 @@ def _visible(mask: Any, causal: bool, length: Any, shape: tuple[int, ...]) -> tu
 def _weights(scores: F64) -> tuple[F64, F64]:
     """e^(score - largest) and its sum, 1 where there is nothing to attend to."""
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    weights = np.where(np.isfinite(scores), np.exp(scores - np.where(np.isfinite(top), top, 0.0)), 0.0)
+    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN
+        weights = np.exp(scores - np.where(top == -np.inf, 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
     return weights, np.where(total == 0, 1.0, total)
 

@@ -122,7 +122,7 @@ def test_decode_attention_is_timed_and_what_is_missing_or_fails_says_so(monkeypa
         assert found[name][speed.TIME][0] > 0
     assert list(found["late"]) == ["status: error: ValueError: no replay"]
     # A code a channel and a float32 scale a token, of keys and of values of two heads; at a byte a nanosecond.
-    assert found["fp8"][speed.FLOOR][0] == pytest.approx(2 * 2 * 16 * (64 + 4) / 1e3)
+    assert found["fp8"][speed.COPY][0] == pytest.approx(2 * 2 * 16 * (64 + 4) / 1e3)
     assert "status: missing: no_such_package is not installed" in found["absent"]
     assert "status: error: ValueError: no call" in found["broken"]
 

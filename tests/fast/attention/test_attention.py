@@ -75,6 +75,18 @@ def test_of_dequantized_states(mask):
         assert (abs(y - exact) <= bound).all()
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_nan_that_is_seen_stays(softcap):
+    """Where a GPU has no kernel, as on a CPU."""
+    keys, values, length = cache("bfloat16", torch.float32)
+    keys.codes[1, 0, 3, 0] = values.codes[0, 1, 2, 5] = torch.nan
+    q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1))
+    y = by_torch(q, keys, values, length, None, 0.125, True, softcap)
+    expected = attention(q, keys, values, length, scale=0.125, softcap=softcap or None)
+    assert 0 < expected.isnan().sum() < expected.numel()
+    assert torch.equal(y.isnan(), expected.isnan())
+
+
 SHORT = KVRecipe(key="fp8_rowwise", value="fp8_rowwise", residual=3, sinks=2)
 
 

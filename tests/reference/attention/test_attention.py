@@ -56,6 +56,20 @@ def test_what_is_hidden_is_not_read():
     assert not attention(q, k, v, length=0).any()
 
 
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+def test_what_is_seen_and_not_finite(what):
+    """A key's makes NaN of all results of its heads, for queries that see it; a value's of its channel."""
+    q, k, v = operands()
+    expected = attention(q, k, v, causal=True)
+    k[0, 1, 10, 0], v[1, 0, 9, 5] = what * np.sign(q[0, 2, 2, 0]), np.nan
+    y = attention(np.abs(q) * np.sign(q[0, 2, 2, 0]) if what == np.inf else q, k, v, causal=True)
+    hidden = np.zeros(y.shape, bool)
+    hidden[0, 2:, 2] = hidden[1, :2, 1:, 5] = True
+    np.testing.assert_array_equal(np.isnan(y)[:, :, 1:], hidden[:, :, 1:])
+    if np.isnan(what):
+        np.testing.assert_array_equal(y[0, :2], expected[0, :2])
+
+
 @pytest.mark.parametrize("scheme", ["fp8_rowwise", "int8_rowwise", "mxfp4", "int2_g32_asymmetric"])
 def test_storage_error_bound(scheme):
     """Larger than the error; of 8 bits by no more than a factor of a hundred somewhere."""

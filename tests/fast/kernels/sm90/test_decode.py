@@ -102,6 +102,20 @@ CHANGED = {
     "zeros": ("fp8", _zeros),
     "apart": ("fp8", _apart),
 }
+
+
+def _nan_of_a_value(keys, values, length):
+    """One channel of one token's values is NaN."""
+    values.codes[0, 0, 5, 3] = 0x7F
+
+
+def _nan_of_a_key(keys, values, length):
+    """The scale of one token's keys is NaN, in one sequence and head; the mask shows it."""
+    keys.scale[0, 0, 6] = torch.nan
+
+
+#: The same, where the result is NaN.
+NAN = {"NaN of a value": ("fp8", _nan_of_a_value), "NaN of a key": ("int8", _nan_of_a_key)}
 #: Other cases whose parts lie in a cluster.
 CLUSTERS = {"cluster": "int8", "cluster, short": "open, short"}
 CASES |= {name: CASES[base] for name, (base, _) in CHANGED.items()}
@@ -111,7 +125,9 @@ STATIC = {"fp8 head": ("fp8", torch.tensor([0.01, 0.02])), "int8 tensor": ("int8
 
 def cache(name):
     """Queries, keys and values as stored, their count and the mask of a case; scales differ by token."""
-    recipe, batch, heads, kv, width, room, tokens, masked, _, dtype = CASES[name]
+    recipe, batch, heads, kv, width, room, tokens, masked, _, dtype = CASES[
+        NAN[name][0] if name in NAN else name
+    ]
     recipe, scale = STATIC.get(recipe, (recipe, None)) if isinstance(recipe, str) else (recipe, None)
     recipe = RECIPES[recipe] if isinstance(recipe, str) else recipe
     draw = torch.Generator().manual_seed(0)
@@ -126,8 +142,9 @@ def cache(name):
     )
     length = torch.tensor(0)
     append_(keys, values, k, v, length)
-    if name in CHANGED:
-        CHANGED[name][1](keys, values, int(length))
+    changes = CHANGED | NAN
+    if name in changes:
+        changes[name][1](keys, values, int(length))
     q = torch.randn(batch, heads, 1, width, generator=draw).to(dtype)
     mask = None
     if masked:
@@ -139,7 +156,7 @@ def cache(name):
 def attended(name, **device):
     """The emulated result of a case, (B, H, 1, D)."""
     q, keys, values, length, mask = cache(name)
-    splits = CASES[name][8]
+    splits = CASES[NAN[name][0] if name in NAN else name][8]
     problem = sm90_decode.problem_of(q, keys, kind_of(keys)[0], mask)
     variant = variant_of(problem)._replace(cluster=splits if name in CLUSTERS else 1)
     at = StandIn(**device)
@@ -211,6 +228,18 @@ def within(name, **device):
 def test_within_the_bound(name):
     require_nvrtc()
     assert within(name)
+
+
+@pytest.mark.parametrize("name", at_night(NAN, "NaN of a value"))
+def test_nan_of_what_is_seen(name):
+    """It is where the reference has it: of a value its channel, of a key the results of its heads."""
+    require_nvrtc()
+    q, keys, values, length, mask = cache(name)
+    held = [quantized_tokens(x, int(length)) for x in (keys, values)]
+    seen = None if mask is None else mask[..., : int(length)].numpy()
+    expected = np.isnan(np.asarray(attention(q, *held, causal=True, mask=seen, out_dtype="float64")))
+    assert 0 < expected.sum() < expected.size
+    assert np.array_equal(np.isnan(attended(name).numpy()), expected)
 
 
 #: A piece of the source and what takes its place.
@@ -318,10 +347,13 @@ def test_parts_fill_the_device():
     assert splits_of(one, 8, 32768) == places // 8
     assert splits_of(one, 8, 128) == 1
     assert splits_of(one, places, 8192) == 1
-    for pairs in (200, 270, 400, 512):
-        splits = splits_of(one, pairs, 8192)
+    busy = []
+    for pairs in range(1, 4 * places):
+        splits = splits_of(one, pairs, 131072)
         rounds = -(-pairs * splits // places)
-        assert pairs * splits >= 0.85 * rounds * places
+        busy.append(pairs * splits / (rounds * places))
+    assert min(busy) >= 0.8
+    assert np.mean(np.asarray(busy) >= sm90_decode.BUSY) >= 0.96
     assert [sm90_decode.parts_added(one, splits).together for splits in (2, 12, 33, 66, 132)] == [
         3,
         3,
