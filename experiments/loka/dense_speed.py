@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ INFERENCE = (BASE, STORED)
 #: Those that LoKA publishes of its Wukong beside these.
 PUBLISHED = ("rowwise_with_gw_hp", "blockwise")
 THREE = ("no_bias", "block_norm", "hard_swish")
-#: Mods whose step is timed beside that of the model as it is: each alone, and together.
-MODS: dict[str, tuple[str, ...]] = {"none": (), **{one: (one,) for one in THREE}, "all three": THREE}
+NONE, TOGETHER = "none", "all three"
+#: Mods whose step is timed beside that of the model as it is: each alone, all, and then two of them.
+MODS: dict[str, tuple[str, ...]] = {
+    NONE: (), **{one: (one,) for one in THREE}, TOGETHER: THREE,
+    **{" and ".join(two): two for two in combinations(THREE, 2)},
+}  # fmt: skip
 #: What outputs may move by where only time counts.
 ANY = 1e6
 #: Tokens and examples of a probe whose errors nothing asks for: those of many take minutes at the widest layers.

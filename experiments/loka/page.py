@@ -16,8 +16,8 @@ ABOUT = (
     (
         "LoKA (arXiv 2605.10886) trains large recommendation models in FP8 in three parts: Probe measures each layer's "
         "errors on learned inputs, Mods change models, Dispatch chooses kernels. Its code is not public; this is a "
-        "reconstruction from descriptions of the paper, on reproduced models and on synthetic impressions of a "
-        "documented generator, with estimators of our own."
+        "reconstruction from descriptions of the paper, on reproduced models, on public data of packages and on synthetic "
+        "impressions of a documented generator, with estimators of our own."
     ),
 )
 #: Figures that the top of the page shows: the first that there is.

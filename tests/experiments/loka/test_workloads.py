@@ -253,6 +253,8 @@ def test_what_the_page_says_of_times():
     rows = times("speed", "r", large, both, {"bfloat16": 4.0, "rowwise": 2.0, "dispatch": 2.5})
     rows += times("speed", "r", large, both + graph, {"bfloat16": 3.0, "dispatch": 2.0})
     rows += times("speed", "r", large, forward, {"bfloat16": 3.0, dense_speed.STORED: 2.0})
+    mods = {dense_speed.NONE: 3.0, "no_bias": 2.5, dense_speed.TOGETHER: 2.0}
+    rows += times(dense_speed.MOD_SPEED, "r", "batch 1024", both, mods)
     rows += times(fused_speed.NORM, "n", norms, "time", {"bfloat16": 30.0, "a": 25.0, "b": 20.0})
     plain, own = fused_speed.ALONE
     bags = {table_speed.DENSE: 100.0, "int8_rowwise": 50.0}
@@ -268,7 +270,10 @@ def test_what_the_page_says_of_times():
     assert f"{norms} 1.50x (b)" in " ".join(speed_page.findings(rows))
     assert [(one.value, one.limit) for one in runs["embedding tables"]] == [(0.8, 0.85)]
     assert "int8_rowwise 2.00x, 0.80 of a copy's rate" in " ".join(speed_page.findings(rows))
-    assert len(speed_page.sections(rows)) == 4
+    assert "by all three mods over none, in bfloat16: 1.50x at batch 1024 (published" in " ".join(
+        speed_page.findings(rows)
+    )
+    assert len(speed_page.sections(rows)) == 5
     compared = {
         one.method: one.measured for one in page.comparisons(rows) if one.metric == "speedup of compute"
     }
