@@ -11,7 +11,9 @@ from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
+    check_writable,
     console,
+    kept_in,
     print_json,
     print_table,
     track_progress,
@@ -55,11 +57,23 @@ def command(
     new_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of generate() that are timed; 0 leaves generate() out.")
     ] = 32,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="Timed calls of generate() per model, after two that warm up."),
+    ] = 5,
     compiled: Annotated[
         bool | None,
         typer.Option(
             "--compiled/--no-compiled",
             help="Whether generate() is timed compiled too, which takes a GPU. Default: where there is one.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="A folder for the times (benchmark.json); after an interruption the same command resumes there.",
         ),
     ] = None,
     device: OnDevice = None,
@@ -68,11 +82,14 @@ def command(
     """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
     from ao_lab.cli.compare import configuration, split
     from ao_lab.measure.benchmark import benchmark
+    from ao_lab.measure.times import FILE
 
     check_device(device.value if device else None)
+    if out is not None:
+        check_writable(out, "--out")
     names = [*(name for given in configs or [] for name in split(given)), *(more or [])]
     with (
-        when_stopped(lambda: "times are not kept; the same command starts again"),
+        when_stopped(lambda: kept_in(out, FILE)),
         track_progress("bench", plain=as_json, transient=True) as work,
     ):
         found = benchmark(
@@ -81,6 +98,8 @@ def command(
             configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
             batch=batch or (1, 16),
             new_tokens=new_tokens,
+            rounds=rounds,
+            out=out,
             compiled=compiled,
             device=device.value if device else None,
             progress=lambda what, done, total: work.at(done, what, total),

@@ -25,6 +25,7 @@ from ao_lab.cli.terminal import (
     check_device,
     check_writable,
     console,
+    kept_in,
     print_json,
     print_table,
     say,
@@ -112,13 +113,9 @@ def command(
 ) -> None:
     """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
     from ao_lab.eval import HarnessOptions
+    from ao_lab.measure.compare import FILE
 
-    kept = (
-        f"what was measured is in {out}; the same command goes on from there"
-        if out
-        else "nothing was kept (--out DIR does)"
-    )
-    with when_stopped(lambda: kept):
+    with when_stopped(lambda: kept_in(out, FILE)):
         where = device.value if device else None
         named = [name for given in configs or [] for name in split(given)]
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,

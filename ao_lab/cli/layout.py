@@ -245,8 +245,6 @@ def select_sparse_layout(config: Config, sparsity: str, layout: str) -> Selected
     return SelectedLayout(OWN, sparse, (CHANGE.format(sparsity),) if layout != OWN else ())
 
 
-#: Where advice begins that is for Python alone.
-PYTHON_ADVICE = "; your own filter_fn "
 #: What pruning leaves where --skip does not say it, as papers do.
 HEAD = ("lm_head",)
 
@@ -315,6 +313,8 @@ class SkippedLayers:
 
     def told(self, layer: Layer) -> str:
         """A report's reason in the words of the command line."""
+        from ao_lab.transforms.plan import PYTHON_ADVICE
+
         skipped = self.names(layer.name.rpartition(".")[0])
         kinds = "only linear layers and experts are quantized"
         refused = f"{layer.kind}: {kinds}"

@@ -409,6 +409,15 @@ def when_stopped(kept: Callable[[], str]) -> Iterator[None]:
         raise Stopped(kept(), TERMINATED) from error
 
 
+def kept_in(folder: Path | None, file: str) -> str:
+    """What a stopped command says that writes what it has measured into a file of --out."""
+    if folder is None:
+        return "nothing was kept (--out DIR does)"
+    if (folder / file).is_file():
+        return f"what was measured is in {folder}; the same command goes on from there"
+    return "nothing was measured yet; the same command starts again"
+
+
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
     """SIGTERM raises Terminated inside; only the main thread can have it so."""

@@ -8,6 +8,7 @@ launch them. Modes of generate(): "eager", and on GPUs "compiled", after `prepar
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
 from ao_lab.measure.compare import USUAL, Given, configurations, describe, reason, refused
-from ao_lab.measure.evaluate import in_memory, name_of
+from ao_lab.measure.evaluate import fingerprint, in_memory, name_of
 from ao_lab.measure.folders import (
     PROMPT,
     check_folder,
@@ -35,7 +36,7 @@ from ao_lab.measure.folders import (
     on_device,
 )
 from ao_lab.measure.memory import by_transformers
-from ao_lab.measure.times import OK, Benchmark, Timed
+from ao_lab.measure.times import FAILED, OK, SPREAD, Benchmark, KeptTimes, Timed, doubt_of, duration
 from ao_lab.measure.turns import (
     AGAIN,
     Plan,
@@ -66,8 +67,10 @@ EAGER, GRAPH, COMPILED = "eager", "CUDA graph", "compiled"
 PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
 #: Copies of a layer at most.
 COPIES = 8
-#: Calls of generate() that are timed.
-ROUNDS = 5
+#: Calls of generate() that are timed, and calls before them that warm up and compile.
+ROUNDS, WARMUP = 5, 2
+#: How much slower than one thread all threads of a CPU may be before their time is in doubt.
+SLOWER = 2.0
 #: Rows of what is not quantized, and the time of its first call once more, have these names.
 TAKEN = ("bfloat16", "float16", "float32", "float64", AGAIN)
 
@@ -93,8 +96,10 @@ def benchmark(
     configs: Sequence[Given] | Mapping[str, Given] | None = None,
     batch: Sequence[int] = (1, 16),
     new_tokens: int = 32,
+    rounds: int | None = None,
     compiled: bool | None = None,
     device: str | None = None,
+    out: str | Path | None = None,
     progress: Progress = _silent,
 ) -> Benchmark:
     """Times of the linear layers of a model, or of shapes, and of the model's generate(), beside what is not quantized.
@@ -104,19 +109,21 @@ def benchmark(
     model: a folder of transformers or a model in memory, dense, or quantized already (ours, compressed-tensors, torchao):
     then it is timed as it is beside its dequantized copy, and there are no `configs`. shapes: products (tokens, outputs,
     inputs), with or without a model. configs: as for `compare`, without folders; None: seven usual ones. batch: tokens of the
-    layers' inputs, and sequences of generate(). new_tokens: of generate(); 0 leaves it out. compiled: whether generate() is
-    timed compiled too, which takes a GPU; None: where there is one. progress: called with a name, parts done, and of how
-    many.
+    layers' inputs, and sequences of generate(). new_tokens: of generate(); 0 leaves it out. rounds: timed calls of
+    generate(), after two that warm up; None: 5. compiled: whether generate() is timed compiled too, which takes a GPU; None:
+    where there is one. out: a folder for benchmark.json, after each shape and each generate(), so that the same call goes on
+    where one was stopped. progress: called with a name, parts done, and of how many.
 
     Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
-    reason as its status. Memory: two dense models and a quantized one, three where generate() is compiled.
+    reason as its status. A speedup that cannot be trusted says why (`Timed.doubt`): its rounds disagree, or on a CPU all
+    threads together are slower than one. Memory: two dense models and a quantized one, three where generate() is compiled.
 
     ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
     beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
     """
     where = device_of(device, model)
     products = [shape_of(one) for one in shapes]
-    check_numbers(model, products, batch, new_tokens, compiled, where)
+    check_numbers(model, products, batch, new_tokens, compiled, where, rounds)
     wanted = configurations(USUAL if configs is None else configs)
     if folders := [name for name, one in wanted.items() if isinstance(one, Path)]:
         raise WrongInput(f"{folders[0]} is a folder; give it as the model, and no configurations")
@@ -129,16 +136,30 @@ def benchmark(
             f"{name_of(model or '')} is quantized already and is timed as it is; leave the configurations out"
         )
     dtype = torch.bfloat16 if ready is None else dtype_of(ready)
-    work = Work(where, {name: partial(_quantize, config=one) for name, one in wanted.items()}, dtype)
-    with on_device(where), nullcontext() if ready is None else evaluating(ready):
-        rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
     conditions = {
-        "device": describe(where),
-        "threads": torch.get_num_threads() if where == "cpu" else None,
+        **state_of(where),
         "new_tokens": new_tokens,
+        "rounds": rounds or ROUNDS,
+        "weights": None if model is None or out is None else fingerprint(model),
+        "configurations": {} if stored else {name: repr(one) for name, one in wanted.items()},
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
-    return Benchmark(None if model is None else name_of(model), tuple(rows), conditions)
+    kept = KeptTimes.of(None if model is None else name_of(model), conditions, out)
+    makers: dict[str, Build] = {name: partial(_quantize, config=one) for name, one in wanted.items()}
+    work = Work(where, makers, dtype, kept=kept, rounds=rounds or ROUNDS)
+    with on_device(where), nullcontext() if ready is None else evaluating(ready):
+        rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
+    return Benchmark(kept.model, tuple(rows), conditions)
+
+
+def state_of(device: str) -> dict[str, Any]:
+    """The device by name, and of the host the threads that compute, its cores, and the load of the last minute."""
+    return {
+        "device": describe(device),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
 
 
 def _quantize(module: nn.Module, config: Any) -> None:
@@ -162,6 +183,7 @@ def check_numbers(
     new_tokens: int,
     compiled: bool | None,
     device: str,
+    rounds: int | None = None,
 ) -> None:
     """WrongInput for what would only be found after a model is loaded."""
     if model is None and not products:
@@ -170,6 +192,8 @@ def check_numbers(
         raise WrongInput(
             f"--batch is 1 or more and --new-tokens 0 or more, got {list(batch)} and {new_tokens}"
         )
+    if rounds is not None and (type(rounds) is not int or rounds < 1):
+        raise WrongInput(f"--rounds is 1 or more, got {rounds!r}")
     if compiled and not device.startswith("cuda"):
         raise WrongInput(
             "--compiled: transformers compiles generate() on GPUs alone; use --device cuda, or leave it out"
@@ -233,6 +257,8 @@ class Work:
     makers: dict[str, Build]
     dtype: torch.dtype = torch.bfloat16
     rows: list[Timed] = field(default_factory=list)
+    kept: KeptTimes = field(default_factory=lambda: KeptTimes(None, {}))
+    rounds: int | None = None
 
     def run(
         self,
@@ -255,7 +281,7 @@ class Work:
         total = len(shapes) + (len(batch) * len(modes) if generates else 0)
         for done, shape in enumerate(shapes):
             progress("x".join(map(str, shape)), done, total)
-            self.rows += self.layers(shape, counts[shape], examples.get(shape[1:]))
+            self.rows += self.kept_layers(shape, counts[shape], examples.get(shape[1:]))
         if model is not None and generates:
             dense = dense_copy(model) if stored else model
             for at, (size, mode) in enumerate((size, mode) for mode in modes for size in batch):
@@ -268,6 +294,15 @@ class Work:
         """How generate() runs."""
         wanted = self.device.startswith("cuda") if compiled is None else compiled
         return (EAGER, COMPILED) if wanted else (EAGER,)
+
+    def kept_layers(self, shape: Shape, count: int, example: nn.Linear | None) -> list[Timed]:
+        """Times of a layer of a shape: those that were measured before, or measured now and kept."""
+        names = [name_of_dtype(self.dtype), *([STORED] if example is not None else self.makers)]
+        found = self.kept.layer(shape, names)
+        if not found:
+            found = self.layers(shape, count, example)
+            self.kept.measured(found)
+        return found
 
     @torch.no_grad()
     def layers(self, shape: Shape, count: int, example: nn.Linear | None) -> list[Timed]:
@@ -286,12 +321,23 @@ class Work:
             except Exception as error:
                 if not refused(error):
                     raise
-                failed.append(Timed("linear", name, EAGER, shape, layers=count, status=reason(error)))
+                failed.append(
+                    Timed("linear", name, EAGER, shape, layers=count, status=FAILED, reason=reason(error))
+                )
                 continue
             if why:
                 uncaptured.add(name)
                 failed.append(
-                    Timed("linear", name, GRAPH, shape, kernel=kernels[name], layers=count, status=why)
+                    Timed(
+                        "linear",
+                        name,
+                        GRAPH,
+                        shape,
+                        kernel=kernels[name],
+                        layers=count,
+                        status=FAILED,
+                        reason=why,
+                    )
                 )
         rows: list[Timed] = []
         if next(iter(makers)) not in spans:  # nothing to compare with
@@ -300,8 +346,11 @@ class Work:
             graph = mode == GRAPH
             timable = {name: span for name, span in spans.items() if not (graph and name in uncaptured)}
             times = interleaved(watch, timable, PLAN, graph=graph)
-            times.pop(AGAIN)
-            rows += timed("linear", times, mode, shape, count, kernels)
+            repeated = times.pop(AGAIN)
+            doubts = {} if self.device.startswith("cuda") else slow_threads(watch, spans, times)
+            base = next(iter(times))
+            doubts[base] = doubts.get(base) or drift_of(times[base], repeated)
+            rows += timed("linear", times, mode, shape, count, kernels, doubts)
         return [*rows, *failed]
 
     def layer(self, shape: Shape, maker: Build | None) -> nn.Linear:
@@ -340,6 +389,10 @@ class Work:
         base = name_of_dtype(self.dtype)
         makers: dict[str, Build | None] = {STORED: None} if stored is not None else dict(self.makers)
         for name, maker in makers.items():
+            if before := self.kept.generated(batch, mode, name):
+                bases = self.kept.generated(batch, mode, base) if not rows else []
+                rows += [*bases, *before]
+                continue
             say(name)
             try:
                 pair = {base: dense, name: copy.deepcopy(dense) if stored is None else stored}
@@ -350,13 +403,13 @@ class Work:
                 told = partial(_said_of, say, name)
                 times = self.in_turn(pair, batch, new_tokens, mode, told)
                 found = timed("generate", times, mode, (batch,), 0, {})
-                rows += [
-                    row for row in found if row.name != base or not any(one.name == base for one in rows)
-                ]
+                new = [row for row in found if row.name != base or not any(one.name == base for one in rows)]
+                rows += new
+                self.kept.measured(new)
             except Exception as error:
                 if not refused(error):
                     raise
-                rows.append(Timed("generate", name, mode, (batch,), status=reason(error)))
+                rows.append(Timed("generate", name, mode, (batch,), status=FAILED, reason=reason(error)))
             finally:
                 pair = {}
                 if self.device.startswith("cuda"):
@@ -377,12 +430,13 @@ class Work:
         ids = torch.randint(table.weight.shape[0], (batch, PROMPT), generator=random)
         prompt, options = ids.to(self.device), {"disable_compile": True} if mode == EAGER else {}
         times: dict[str, list[float]] = {name: [] for name in models}
+        rounds = WARMUP + (self.rounds or ROUNDS)
         with several_compiled() if mode == COMPILED else nullcontext():
-            for number in range(2 + ROUNDS):
-                say(f"round {number + 1} of {2 + ROUNDS}")
+            for number in range(rounds):
+                say(f"round {number + 1} of {rounds}")
                 for name, model in models.items():
                     seconds = by_transformers(model, prompt, new, **options)[0]
-                    if number >= 2:
+                    if number >= WARMUP:
                         times[name].append(seconds / new)
         return times
 
@@ -410,16 +464,54 @@ def timed(
     shape: tuple[int, ...],
     count: int,
     kernels: Mapping[str, str],
+    doubts: Mapping[str, str] | None = None,
 ) -> list[Timed]:
-    """Rows of times; the first name is what the others' speed is over, round by round."""
-    base = next(iter(times.values()), [])
-    rows = []
+    """Rows of times; the first name is what the others' speedup is over, round by round. doubts: what is wrong with the times
+    of a name; that of the first is of all."""
+    first, base = next(iter(times.items()), ("", []))
+    known, rows = doubts or {}, []
     for name, one in times.items():
-        found = summary(one)
-        speed = summary([b / a for a, b in zip(one, base, strict=True)]).median
-        values = (found.median, found.low, found.high, speed)
-        rows.append(Timed(what, name, mode, shape, *values, kernels.get(name, ""), count, OK))
+        found, over = summary(one), summary([b / a for a, b in zip(one, base, strict=True)])
+        baseline = summary(base).median
+        doubt = (
+            known.get(first)
+            or known.get(name)
+            or doubt_of(found.median, baseline, over.low, over.high) * (name != first)
+        )
+        values = (found.median, found.low, found.high, baseline, over.median, over.low, over.high)
+        rows.append(Timed(what, name, mode, shape, *values, kernels.get(name, ""), count, doubt or "", OK))
     return rows
+
+
+def slow_threads(
+    watch: Watch, spans: Mapping[str, Span], times: Mapping[str, Sequence[float]]
+) -> dict[str, str]:
+    """What is wrong with times of a CPU: layers that all threads compute more slowly than one."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return {}
+    torch.set_num_threads(1)
+    try:
+        alone = {name: min(watch.seconds([spans[name].eager] * 3)) / spans[name].count for name in times}
+    finally:
+        torch.set_num_threads(threads)
+    taken = {name: summary(times[name]).median for name in times}
+    return {
+        name: f"{threads} threads take {duration(taken[name])}, one thread {duration(alone[name])}: threads wait for each "
+        "other or for other programs; set OMP_NUM_THREADS=1, or end other work"
+        for name in times
+        if taken[name] > SLOWER * alone[name]
+    }
+
+
+def drift_of(times: Sequence[float], again: Sequence[float]) -> str:
+    """What is wrong with a baseline that takes another time at the end of a round than at its beginning; "" for nothing."""
+    ratio = summary([b / a for a, b in zip(times, again, strict=True)]).median
+    if 1 / SPREAD <= ratio <= SPREAD:
+        return ""
+    return (
+        f"the unquantized layer, timed once more at the end of each round, took {ratio:.2f} of its first time"
+    )
 
 
 def span_of(watch: Watch, calls: Sequence[Callable[[], Any]]) -> tuple[Span, str]:

@@ -38,7 +38,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
-from ao_lab.measure.comparison import OK, Compared, Comparison
+from ao_lab.measure.comparison import FAILED, OK, Compared, Comparison
 from ao_lab.measure.evaluate import (
     conditions_of,
     digest_of,
@@ -65,6 +65,7 @@ from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memo
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
+from ao_lab.transforms.plan import PYTHON_ADVICE
 from reference import SCHEMES, Scheme
 from reference.arrays.namespace import lookup
 
@@ -124,9 +125,9 @@ def compare(
     for `evaluate`. calibration, methods: as for `quantize_(methods=...)`, with `calibration_windows` windows of a text;
     static scales of inputs are found from it too. new_tokens: of generate(), for speed and memory; 0 leaves them out. tasks:
     of lm-evaluation-harness (extra `[eval]`), of a folder alone, with the options `harness` and at most `limit` examples of
-    each. out: a folder for comparison.json, after each configuration, so that the same call goes on where one was stopped; and
-    for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of how many.
-    changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
+    each. out: a folder for comparison.json, after each configuration and its losses, so that the same call goes on where one
+    was stopped; and for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of
+    how many. changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
 
     A configuration that cannot be applied, or for which memory does not suffice, has the reason as its status, and the others
     go on. Holds the model and one quantized copy of it at a time.
@@ -273,7 +274,13 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     told = (
         ["Calibrated on the text that is measured: losses of calibrated rows are too good."] if same else []
     )
-    return [*told, f"Comparable with {source.compares}.".replace(" by --text FILE", " instead")]
+    kind = " It is Python source: no published perplexity compares." if source.code else ""
+    if source.name.startswith(tuple(one.release for one in NAMED.values())):
+        kind = " It is wikitext-2-v1 (with <unk>); most published perplexities are of wikitext-2-raw-v1, another text."
+    return [
+        *told,
+        f"Perplexities compare between models of one tokenizer on the same text with the same --limit and --length.{kind}",
+    ]
 
 
 def made_from(config: object) -> str:
@@ -300,6 +307,8 @@ class Store:
     made_by: dict[str, str]
     folder: Path | None
     rows: dict[str, Compared] = field(default_factory=dict)
+    #: What is measured of rows that are not whole yet.
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -317,7 +326,7 @@ class Store:
         try:
             kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
             found = Comparison.from_dict(kept)
-            before = dict(kept["made_by"])
+            before, parts = dict(kept["made_by"]), dict(kept.get("parts", {}))
         except (ValueError, KeyError, TypeError) as error:
             raise WrongInput(f"{folder / FILE} is no comparison: {error}; choose another folder") from error
         other = [key for key, value in store.conditions.items() if found.conditions.get(key) != value]
@@ -331,15 +340,26 @@ class Store:
             row for row in found.rows if made_by.get(row.name, before.get(row.name)) == before.get(row.name)
         )
         store.rows = {row.name: row for row in same if row.status == OK}
+        store.parts = {one: part for one, part in parts.items() if made_by.get(one) == before.get(one)}
         store.made_by = {**before, **made_by}
         return store
 
     def add(self, row: Compared) -> None:
         """Keep a row."""
         self.rows[row.name] = row
+        self.parts.pop(row.name, None)
+        self.write()
+
+    def add_part(self, name: str, values: dict[str, Any]) -> None:
+        """Keep numbers of a row of which others are still to be measured."""
+        self.parts[name] = values
+        self.write()
+
+    def write(self) -> None:
+        """Write everything, where there is a folder."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by}
+            told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by, "parts": self.parts}
             write_text(self.folder / FILE, json.dumps(_strict(told), indent=2, allow_nan=False) + "\n")
 
     def comparison(self, names: Iterable[str]) -> Comparison:
@@ -410,10 +430,11 @@ class Work:
     examples: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = field(default=lambda word: None, repr=False)
+    store: Store = field(default_factory=lambda: Store("", {}, {}, None))
 
     def run(self, wanted: Mapping[str, Any], store: Store, progress: Progress) -> Comparison:
         """Measure what the store lacks, and write what it holds."""
-        names = [BASE, *wanted]
+        self.store, names = store, [BASE, *wanted]
         if any(name not in store.rows for name in names):
             base = self.base()
             with evaluating(base.model):
@@ -452,7 +473,7 @@ class Work:
         except Exception as error:
             if not refused(error):
                 raise
-            return Compared(name, reason(error))
+            return Compared(name, FAILED, reason=reason(error))
         finally:
             gc.collect()
             if self.device.startswith("cuda"):
@@ -474,6 +495,25 @@ class Work:
         self, name: str, model: nn.Module, base: Remembered, size: int, seconds: float | None = None
     ) -> Compared:
         """All numbers of a model."""
+        found = self.store.parts.get(name)
+        if found is None:
+            found = self.losses(model, base)
+            self.store.add_part(name, found)
+        layers = [module.weight for module in model.modules() if is_linear(module)]
+        return Compared(
+            name,
+            bytes=size,
+            bits_per_parameter=8 * size / parameters(base.model),
+            seconds=seconds,
+            layers=sum(isinstance(one, QuantizedTensor) for one in layers),
+            of_layers=len(layers),
+            **found,
+            **(self.speed(model, base.model) if self.new_tokens else {}),
+            tasks=self.harness(model),
+        )
+
+    def losses(self, model: nn.Module, base: Remembered) -> dict[str, Any]:
+        """Loss, and the distance from the unquantized model."""
         itself = model is base.model
         sums = measured(
             base if itself else model,
@@ -481,18 +521,7 @@ class Work:
             None if itself else base,
             lambda done, total: self.say(f"sequence {done} of {total}"),
         )
-        layers = [module.weight for module in model.modules() if is_linear(module)]
-        return Compared(
-            name,
-            bytes=size,
-            bits=8 * size / parameters(base.model),
-            seconds=seconds,
-            layers=sum(isinstance(one, QuantizedTensor) for one in layers),
-            of_layers=len(layers),
-            **quality(sums, self.windows, itself),
-            **(self.speed(model, base.model) if self.new_tokens else {}),
-            tasks=self.harness(model),
-        )
+        return quality(sums, self.windows, itself)
 
     def harness(self, model: nn.Module) -> dict[str, dict[str, float]]:
         """The numbers of tasks of lm-evaluation-harness."""
@@ -520,7 +549,7 @@ class Work:
         return {
             "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
             "baseline_tokens_per_second": self.new_tokens / median(one[0] for one in times),
-            "speed": median(one[0] / one[-1] for one in times),
+            "speedup": median(one[0] / one[-1] for one in times),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }
 
@@ -530,13 +559,14 @@ SHAPE = re.compile(r"^shape \([^)]*\): ")
 
 
 def reasons_of(report: Any) -> dict[str, int]:
-    """How many linear layers were left for which reason, the most frequent first."""
+    """How many linear layers were left for which reason, the most frequent first, without advice to callers of `quantize_`."""
     kept = (
         one
         for one in report.layers
         if not one.changed and len(one.shape) == 2 and "Embedding" not in one.kind
     )
-    return dict(Counter(SHAPE.sub("", one.reason) for one in kept).most_common())
+    reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0]) for one in kept)
+    return dict(Counter(reasons).most_common())
 
 
 def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:

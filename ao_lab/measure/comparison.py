@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Standard errors each side of an interval that holds 95% of normal values.
 SIDES = 1.96
-OK = "ok"
+OK, FAILED = "ok", "failed"
 #: What lm-evaluation-harness calls the standard error of a metric, behind its name.
 STDERR = "_stderr"
 #: What it calls the number of a task's examples.
@@ -26,15 +26,15 @@ EXAMPLES = "sample_len"
 class Compared:
     """One configuration, measured; None is what was not measured.
 
-    status: "ok", or why there are no numbers. layers, of_layers: linear layers that are quantized, and all of them. bytes: of
-    all weights as they are stored; bits: those of a parameter. loss: nats per token, mean over windows, with its standard
-    error; difference: from the unquantized model on the same windows, with the standard error of the paired difference. kl:
-    KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens whose likeliest
-    next token is the same. tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the unquantized model,
-    timed anew in turn with this one; speed: the median ratio of the two. peak_bytes: weights, and what generate() took beside
-    them. seconds: what quantizing took. tasks: numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr").
-    left: how many linear layers stayed unquantized, by reason. changes: in what the configuration differs from the one that
-    the name says.
+    status: "ok", or "failed", and why (reason). layers, of_layers: linear layers that are quantized, and all of them. bytes:
+    of all weights as they are stored; bits_per_parameter: these over all parameters. loss: nats per token, mean over windows,
+    with its standard error; difference: from the unquantized model on the same windows, with the standard error of the paired
+    difference. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
+    whose likeliest next token is the same. tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the
+    unquantized model, timed anew in turn with this one; speedup: the median of the rounds' ratios of the two. peak_bytes:
+    weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
+    lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
+    changes: in what the configuration differs from the one that the name says.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Compared:
     layers: int | None = None
     of_layers: int | None = None
     bytes: int | None = None
-    bits: float | None = None
+    bits_per_parameter: float | None = None
     loss: float | None = None
     loss_stderr: float | None = None
     difference: float | None = None
@@ -52,12 +52,13 @@ class Compared:
     agreement: float | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
-    speed: float | None = None
+    speedup: float | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     changes: str = ""
+    reason: str = ""
 
     @property
     def perplexity(self) -> float | None:
@@ -76,7 +77,7 @@ class Compared:
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
     "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
-    "baseline tokens/s", "speed", "peak MB",
+    "baseline tokens/s", "speedup", "peak MB",
 )  # fmt: skip
 
 
@@ -101,10 +102,9 @@ class Comparison:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Comparison:
         """What `to_dict` gave; ValueError for anything else."""
-        known = Compared.__dataclass_fields__
         try:
-            rows = [Compared(**{name: row[name] for name in known if name in row}) for row in given["rows"]]
-            return cls(given["model"], tuple(rows), dict(given["conditions"]))
+            rows = tuple(_row_of(row) for row in given["rows"])
+            return cls(given["model"], rows, dict(given["conditions"]))
         except (KeyError, TypeError) as error:
             raise WrongInput(f"this is no comparison as Comparison.to_dict gives it: {error}") from error
 
@@ -146,7 +146,8 @@ class Comparison:
         text = f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}."
         found = [
             f"Perplexity and KL divergence from the unquantized model on {text} loss change: nats per token over the "
-            "unquantized model on the same windows, ± one standard error over windows. layers: quantized linear layers of all. "
+            "unquantized model on the same windows, ± half of its 95% interval (1.96 standard "
+            "errors over windows). layers: quantized linear layers of all. "
             "bits/param: stored bits over all parameters of the model, embeddings and unquantized layers too."
         ]
         if tasks := told.get("tasks"):
@@ -160,21 +161,22 @@ class Comparison:
             found.append(
                 f"tokens/s: transformers' generate(), batch 1, {told['new_tokens']} new tokens, not compiled (ao-lab bench "
                 "times it compiled too, and batches); baseline tokens/s: of the unquantized model, timed anew in turn with "
-                "each configuration; speed: over that baseline. peak MB: weights and what generate() took "
+                "each configuration; speedup: over that baseline. peak MB: weights and what generate() took "
                 "beside them. MB are 10^6 bytes."
             )
         if told.get("calibration"):
             found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
-        failed = [f"{row.name} failed: {row.status}" for row in self.rows if row.status != OK]
+        why = ((row.name, row.reason) for row in self.rows if row.status != OK)
+        failed = [f"{', '.join(names)} failed: {reason}" for reason, names in _grouped(why).items()]
         return [*failed, *self.changed(), *self.left(), *found, *told.get("notes", ())]
 
     def changed(self) -> list[str]:
-        """A sentence for each configuration that is another than its name says."""
+        """A sentence for each change of configurations that are others than their names say, with these names."""
+        said = _grouped((row.name, row.changes) for row in self.rows if row.changes)
         return [
-            f"{row.name} is measured as ao-lab quantize writes it for transformers and vLLM (--layout ao_lab: unchanged); "
-            f"{row.changes}."
-            for row in self.rows
-            if row.changes
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} measured as ao-lab quantize writes "
+            f"{'it' if len(names) == 1 else 'them'} for transformers and vLLM (--layout ao_lab: unchanged); {changes}."
+            for changes, names in said.items()
         ]
 
     def left(self) -> list[str]:
@@ -213,6 +215,26 @@ class Comparison:
         return _aligned(self.table())
 
 
+def _grouped(said: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names by what is said of them."""
+    found: dict[str, list[str]] = {}
+    for name, what in said:
+        found.setdefault(what, []).append(name)
+    return found
+
+
+#: Fields of files that earlier versions wrote, and their names now.
+RENAMED = {"bits": "bits_per_parameter", "speed": "speedup"}
+
+
+def _row_of(given: Mapping[str, Any]) -> Compared:
+    """A row of a file; one of an earlier version has other names, and the reason as its status."""
+    named = {RENAMED.get(name, name): value for name, value in given.items()}
+    if named.get("status", OK) not in (OK, FAILED):
+        named |= {"reason": named["status"], "status": FAILED}
+    return Compared(**{name: named[name] for name in Compared.__dataclass_fields__ if name in named})
+
+
 def _cells(row: Compared) -> list[str]:
     """A row as text; "-" for what was not measured, "failed" where nothing could be (`Comparison.notes` say why)."""
     if row.status != OK:
@@ -221,14 +243,14 @@ def _cells(row: Compared) -> list[str]:
         row.name,
         _text("{}/{}", row.layers, row.of_layers),
         _text("{:.1f}", None if row.bytes is None else row.bytes / 1e6),
-        _text("{:.2f}", row.bits),
+        _text("{:.2f}", row.bits_per_parameter),
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
-        _with_error("{:+.4f}", row.difference, row.difference_stderr),
+        _with_error("{:+.4f}", row.difference, _half(row.difference_stderr)),
         _text("{:.4f}", row.kl),
         _text("{:.3g}", row.tokens_per_second),
         _text("{:.3g}", row.baseline_tokens_per_second),
-        _text("{:.2f}x", row.speed),
+        _text("{:.2f}x", row.speedup),
         _text("{:.1f}", None if row.peak_bytes is None else row.peak_bytes / 1e6),
     ]
 
@@ -242,6 +264,11 @@ def _metric(row: Compared, task: str, name: str) -> str:
 
 def _text(form: str, *values: Any) -> str:
     return "-" if any(value is None for value in values) else form.format(*values)
+
+
+def _half(error: float | None) -> float | None:
+    """Half of a 95% interval."""
+    return None if error is None else SIDES * error
 
 
 def _with_error(form: str, value: float | None, error: float | None) -> str:

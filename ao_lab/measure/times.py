@@ -1,14 +1,25 @@
-"""What `benchmark` returns: times of layers and of generate() as values and tables."""
+"""What `benchmark` returns: times of layers and of generate() as values and tables, and how far they can be trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ao_lab.install.extras import needed
+from ao_lab.checkpoint.io.files import write_text
+from ao_lab.install.extras import WrongInput, needed
 
-OK = "ok"
+OK, FAILED = "ok", "failed"
+#: The file of a benchmark's folder.
+FILE = "benchmark.json"
+#: A ratio whose 20% and 80% quantiles are further apart than this is noisy.
+SPREAD = 1.5
+#: What stands behind a speedup that cannot be trusted.
+NOISY = " (noisy)"
+#: Conditions that say how the machine was, and may differ between a stopped call and the one that goes on.
+STATE = ("load", "cores", "configurations")
 
 
 @dataclass(frozen=True)
@@ -16,9 +27,11 @@ class Timed:
     """A time: of a call of a linear layer, or of a token of generate().
 
     what: "linear" or "generate". name: the configuration. mode: "eager", "CUDA graph" or "compiled". shape: (tokens, outputs,
-    inputs), of generate() (sequences,). seconds, low, high: median and 20% and 80% quantiles over rounds. speed: over
-    what is not quantized, the median of the rounds' ratios. kernel: what computes the layer. layers: how many of the model
-    have the shape. status: "ok", or why there is no time.
+    inputs), of generate() (sequences,). seconds, seconds_20, seconds_80: median and 20% and 80% quantiles over rounds.
+    baseline_seconds: the median of what is not quantized in the same rounds. speedup, speedup_20, speedup_80: median and
+    quantiles of the rounds' ratios, baseline over this one. kernel: what computes the layer. layers: how many of the model have
+    the shape. doubt: why the speedup cannot be trusted, "" where nothing speaks against it. status: "ok", or "failed", and the
+    reason then.
     """
 
     what: str
@@ -26,12 +39,33 @@ class Timed:
     mode: str
     shape: tuple[int, ...]
     seconds: float | None = None
-    low: float | None = None
-    high: float | None = None
-    speed: float | None = None
+    seconds_20: float | None = None
+    seconds_80: float | None = None
+    baseline_seconds: float | None = None
+    speedup: float | None = None
+    speedup_20: float | None = None
+    speedup_80: float | None = None
     kernel: str = ""
     layers: int = 0
+    doubt: str = ""
     status: str = OK
+    reason: str = ""
+
+    @property
+    def place(self) -> str:
+        """The shape as tables have it: "16x4096x4096"."""
+        return "x".join(map(str, self.shape))
+
+
+def doubt_of(seconds: float, baseline: float, low: float, high: float) -> str:
+    """Why a speedup is noisy: its 20% and 80% quantiles, or the ratio of the medians beside them; "" where it is not."""
+    if high > SPREAD * low:
+        return f"the rounds' ratios spread from {low:.2f} to {high:.2f}"
+    ratio = baseline / seconds
+    # Medians of two and more rounds lie between rounds: the ratio of medians may pass the quantiles by rounding.
+    if not low * (1 - 1e-9) <= ratio <= high * (1 + 1e-9):
+        return f"the medians' ratio is {ratio:.2f}, the rounds' ratios are {low:.2f} to {high:.2f}"
+    return ""
 
 
 #: Columns of the two tables.
@@ -39,13 +73,22 @@ LAYERS = (
     "tokens x outputs x inputs",
     "configuration",
     "mode",
-    "time, us",
+    "time",
     "20% to 80%",
-    "speed",
+    "speedup",
     "kernel",
     "layers",
 )
-GENERATE = ("batch", "configuration", "mode", "ms a token", "20% to 80%", "tokens/s", "speed")
+GENERATE = (
+    "batch",
+    "configuration",
+    "mode",
+    "time a token",
+    "20% to 80%",
+    "baseline",
+    "tokens/s",
+    "speedup",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +119,7 @@ class Benchmark:
         """The rows of the table of layers, in the order of `LAYERS`."""
         return [
             [
-                "x".join(map(str, row.shape)), row.name, row.mode, _number(row.seconds, 1e6), _range(row, 1e6), _speed(row),
+                row.place, row.name, row.mode, duration(row.seconds), _range(row), _speed(row),
                 row.kernel or "-", str(row.layers or "-"),
             ]
             for row in self.of("linear")
@@ -86,7 +129,7 @@ class Benchmark:
         """The rows of the table of generate(), in the order of `GENERATE`."""
         return [
             [
-                str(row.shape[0]), row.name, row.mode, _number(row.seconds, 1e3), _range(row, 1e3),
+                str(row.shape[0]), row.name, row.mode, duration(row.seconds), _range(row), duration(row.baseline_seconds),
                 "-" if row.seconds is None else f"{row.shape[0] / row.seconds:.3g}", _speed(row),
             ]
             for row in self.of("generate")
@@ -98,37 +141,143 @@ class Benchmark:
         threads = self.conditions.get("threads")
         plural = "thread" if threads == 1 else "threads"
         device = f"{self.conditions['device']}{f', {threads} {plural}' if threads else ''}"
-        told = [
-            f"On {device}; medians of rounds, all in turn, and their 20% and 80% quantiles. speed: over what is not quantized."
-        ]
-        failed = {
-            f"{row.name}, {'x'.join(map(str, row.shape))}: {row.status}": None
-            for row in self.rows
-            if row.status != OK
-        }
-        return [*told, *failed]
+        told = (
+            f"On {device}; medians of rounds, all in turn, and their 20% and 80% quantiles. speedup: the time of what is not "
+            "quantized over this one's, the median of the rounds' ratios (not the ratio of two medians); baseline: "
+            "the median of what is not quantized in the same rounds."
+        )
+        failed = {f"{row.name}, {row.place}: {row.reason}": None for row in self.rows if row.status != OK}
+        return [*self.warnings, told, *failed]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why times are not to be trusted: other work on the machine, and speedups that are noisy, each with its reason."""
+        load, cores = self.conditions.get("load"), self.conditions.get("cores")
+        busy = load is not None and cores is not None and load > cores
+        told = (
+            [f"Load {load:.1f} on {cores} cores: times are not reliable, end other work first."]
+            if busy
+            else []
+        )
+        doubts: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.doubt:
+                doubts.setdefault(row.doubt, []).append(f"{row.name} {row.place} {row.mode}")
+        return told + [f"Noisy, {', '.join(names)}: {doubt}." for doubt, names in doubts.items()]
 
     def __str__(self) -> str:
-        lines = [f"{' '.join(cells[:3])}: {cells[3]} us, {cells[5]}" for cells in self.layer_cells()]
+        lines = [f"{' '.join(cells[:3])}: {cells[3]}, {cells[5]}" for cells in self.layer_cells()]
         lines += [
-            f"generate(), batch {' '.join(cells[:3])}: {cells[3]} ms, {cells[6]}"
+            f"generate(), batch {' '.join(cells[:3])}: {cells[3]} a token, {cells[7]}"
             for cells in self.generate_cells()
         ]
         return "\n".join([*lines, *self.notes])
 
 
-def _number(seconds: float | None, unit: float) -> str:
-    return "-" if seconds is None else f"{seconds * unit:.4g}"
+#: Units of times, the largest first.
+UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
-def _range(row: Timed, unit: float) -> str:
-    if row.low is None or row.high is None:
+def unit_of(seconds: float) -> tuple[str, float]:
+    """The unit in which a time has one to three digits before its point, and its seconds."""
+    return next((one for one in UNITS if seconds >= 0.9995 * one[1]), UNITS[-1])
+
+
+def digits(value: float) -> str:
+    """Three significant digits, never with an exponent: 0.0512, 24.0, 1200."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time with its unit: "24.0 ms"; "-" for none."""
+    if seconds is None:
         return "-"
-    return f"{row.low * unit:.3g} to {row.high * unit:.3g}"
+    name, unit = unit_of(seconds)
+    return f"{digits(seconds / unit)} {name}"
+
+
+def _range(row: Timed) -> str:
+    if row.seconds_20 is None or row.seconds_80 is None:
+        return "-"
+    name, unit = unit_of(row.seconds_80)
+    return f"{digits(row.seconds_20 / unit)} to {digits(row.seconds_80 / unit)} {name}"
 
 
 def _speed(row: Timed) -> str:
-    return "failed" if row.status != OK else "-" if row.speed is None else f"{row.speed:.2f}x"
+    if row.status != OK or row.speedup is None:
+        return "failed" if row.status != OK else "-"
+    return f"{row.speedup:.2f}x{NOISY * bool(row.doubt)}"
+
+
+@dataclass
+class KeptTimes:
+    """Times as they are measured, in a folder where one was given: a stopped call goes on from there.
+
+    What was timed in turn is kept and taken together: the rows of a shape, and of a configuration's generate().
+    """
+
+    model: str | None
+    conditions: dict[str, Any]
+    folder: Path | None = None
+    rows: list[Timed] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: str | None, conditions: Mapping[str, Any], folder: str | Path | None) -> KeptTimes:
+        """The rows of a folder; WrongInput for a file of that name, and for times of another model or other conditions."""
+        found = cls(model, json.loads(json.dumps(conditions)), None if folder is None else Path(folder))
+        if found.folder is None:
+            return found
+        if found.folder.exists() and not found.folder.is_dir():
+            raise WrongInput(f"--out {folder} is a file; choose a folder")
+        if (found.folder / FILE).is_file():
+            found.rows = found.before(found.folder / FILE)
+        return found
+
+    def before(self, file: Path) -> list[Timed]:
+        """What a stopped call has measured."""
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            rows = [Timed(**{**row, "shape": tuple(row["shape"])}) for row in kept["rows"]]
+            then = {"model": kept["model"], **kept["conditions"]}
+            made = dict(then["configurations"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WrongInput(
+                f"{file} holds no times of ao-lab bench: {error}; choose another folder"
+            ) from error
+        now = {"model": self.model, **self.conditions}
+        if other := [key for key, value in now.items() if key not in STATE and then.get(key) != value]:
+            raise WrongInput(
+                f"--out {self.folder} holds times of other conditions ({', '.join(other)} differ); choose another folder, or "
+                f"remove {file}"
+            )
+        wanted = self.conditions["configurations"]
+        self.conditions["configurations"] = {**made, **wanted}
+        return [row for row in rows if wanted.get(row.name) in (None, made.get(row.name))]
+
+    def measured(self, rows: Iterable[Timed]) -> None:
+        """Keep rows that were timed together, in the place of older ones."""
+        found = list(rows)
+        here = {(row.what, row.name, row.mode, row.shape) for row in found}
+        self.rows = [
+            row for row in self.rows if (row.what, row.name, row.mode, row.shape) not in here
+        ] + found
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(Benchmark(self.model, tuple(self.rows), self.conditions).to_dict(), indent=2)
+            write_text(self.folder / FILE, text + "\n")
+
+    def layer(self, shape: Sequence[int], names: Iterable[str]) -> list[Timed]:
+        """The rows of a shape, where all of these names were timed; else none."""
+        found = [row for row in self.rows if row.what == "linear" and row.shape == tuple(shape)]
+        wanted, timed = set(names), {row.name for row in found if row.status == OK}
+        return [row for row in found if row.name in wanted] if wanted <= timed else []
+
+    def generated(self, batch: int, mode: str, name: str) -> list[Timed]:
+        """The row of a configuration's generate(), where it was timed."""
+        key = ("generate", name, mode, (batch,))
+        return [
+            row for row in self.rows if (row.what, row.name, row.mode, row.shape) == key and row.status == OK
+        ]
 
 
 __all__ = ["Benchmark", "Timed"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput
@@ -50,9 +52,9 @@ def tradeoff(
 ) -> Figure:
     """Loss against cost, a point a configuration with its interval (95%, 1.96 standard errors) and its name.
 
-    Points that nothing beats (less loss at no more cost) are coloured and joined by steps; others are gray. A reference is a
-    horizontal line through a square. scale: costs are multiplied by it for the axis. Losses that are infinite or NaN cannot be
-    drawn: they are named in the title.
+    Points that nothing beats (less loss at no more cost) are coloured and joined by steps; others are gray; a legend says so.
+    A reference is a horizontal line through a square. scale: costs are multiplied by it for the axis. Losses that are
+    infinite or NaN cannot be drawn: they are named in the title.
 
     ValueError where there is no point, or no finite loss.
     """
@@ -77,10 +79,42 @@ def tradeoff(
         axis.set(xlabel=xlabel, ylabel=ylabel)
         axis.margins(x=0.16, y=0.12)
         axis.autoscale_view()
-        _names(axis, drawn, best, scale, colors)
         lost = [one.name for one in points if one not in drawn]
         axis.set_title(title + (f" (not finite: {', '.join(lost)})" if lost else ""), loc="left")
+        _legend(axis, drawn, best, colors)
+        if ax is None:  # names are placed in pixels, which the layout moves
+            figure.draw_without_rendering()
+        _names(axis, drawn, best, scale, colors)
     return figure
+
+
+#: What the colours of points, the square and the bars say.
+BEST, BEATEN = "no other has less loss at no more cost", "another has no more loss at no more cost"
+REFERENCE, BARS = "unquantized", "bars: 95% interval (1.96 standard errors)"
+
+
+def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: Theme) -> None:
+    """What is drawn, below the axes."""
+    first = {_kind(one, one in best): one for one in reversed(points)}
+    if any(one.error > 0 for one in points):
+        first[BARS] = points[0]
+    handles = []
+    for label in (name for name in (BEST, BEATEN, REFERENCE, BARS) if name in first):
+        look = _look(first[label], label == BEST, theme)
+        drawn = {"fmt": "|", "color": theme.ink} if label == BARS else look
+        handles.append(axis.errorbar([], [], yerr=[], **{**look, **drawn}, label=label))
+    axis.legend(
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=2,
+        frameon=False,
+        fontsize=TYPE,
+    )
+
+
+def _kind(one: Point, best: bool) -> str:
+    return REFERENCE if one.reference else BEST if best else BEATEN
 
 
 def _look(one: Point, best: bool, theme: Theme) -> dict[str, Any]:
@@ -97,7 +131,9 @@ def _look(one: Point, best: bool, theme: Theme) -> dict[str, Any]:
 #: Size of the type of names, the width of a letter and the height of a line as parts of it.
 TYPE, LETTER, LINE = 7.5, 0.62, 1.3
 #: Where a name stands from its point, in points of type: the first place that is free.
-PLACES = [(x, y) for y in (5, -12, 16, -23, 27, -34, 38, -45) for x in (7, -7)]
+PLACES = [(x, y) for y in (5, -12, 16, -23, 27, -34, 38, -45, 49, -56, 60) for x in (7, -7)]
+#: What a point and its bars' caps cover around it, and from how far a line leads from a name to its point; in points of type.
+AROUND, FAR = 5, 12
 
 
 def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: float, theme: Theme) -> None:
@@ -106,14 +142,18 @@ def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: fl
     unit = figure.dpi / 72
     frame = axis.get_window_extent()
     places = {one: axis.transData.transform((scale * one.cost, one.loss)) for one in points}
-    taken = [(x - 3 * unit, y - 3 * unit, x + 3 * unit, y + 3 * unit) for x, y in places.values()]
+    around = AROUND * unit
+    taken = [(x - around, y - around, x + around, y + around) for x, y in places.values()]
+    taken += [(frame.x0, places[one][1] - 1, frame.x1, places[one][1] + 1) for one in points if one.reference]
+    for one, other in pairwise(places[one] for one in best):  # a step goes right, then down
+        taken += [(one[0], one[1] - 1, other[0], one[1] + 1), (other[0] - 1, other[1], other[0] + 1, one[1])]
     for one, (x, y) in sorted(places.items(), key=lambda pair: (pair[0] not in best, pair[0].cost)):
         boxes = {at: _box(len(one.name), x, y, at, unit) for at in PLACES}
         inside = {at: box for at, box in boxes.items() if frame.x0 <= box[0] and box[2] <= frame.x1}
         free = (at for at, box in inside.items() if not any(_cross(box, other) for other in taken))
-        at = next(free, PLACES[0])
+        at = next(free, None) or min(inside or boxes, key=partial(_covered, boxes, taken))
         taken.append(boxes[at])
-        axis.annotate(
+        written = axis.annotate(
             one.name,
             (scale * one.cost, one.loss),
             at,
@@ -121,7 +161,17 @@ def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: fl
             ha="left" if at[0] > 0 else "right",
             fontsize=TYPE,
             color=theme.ink if one in best or one.reference else theme.muted,
+            arrowprops=_leader(at, theme),
         )
+        written.set_in_layout(False)
+
+
+def _leader(at: tuple[int, int], theme: Theme) -> dict[str, Any] | None:
+    """The line from a name that stands far from its point, from the name's near end."""
+    if abs(at[1]) <= FAR:
+        return None
+    near = (0.0 if at[0] > 0 else 1.0, 0.5)
+    return {"arrowstyle": "-", "color": theme.muted, "linewidth": 0.5, "relpos": near}
 
 
 Box = tuple[float, float, float, float]
@@ -133,6 +183,16 @@ def _box(letters: int, x: float, y: float, at: tuple[int, int], unit: float) -> 
     left = x + at[0] * unit - (width if at[0] < 0 else 0)
     low = y + at[1] * unit - 1
     return left, low, left + width, low + LINE * TYPE * unit
+
+
+def _covered(boxes: Mapping[tuple[int, int], Box], taken: Sequence[Box], at: tuple[int, int]) -> float:
+    """How many pixels of others a name would cover at a place."""
+    left, low, right, high = boxes[at]
+    return sum(
+        max(0.0, min(right, other[2]) - max(left, other[0]))
+        * max(0.0, min(high, other[3]) - max(low, other[1]))
+        for other in taken
+    )
 
 
 def _cross(one: Box, other: Box) -> bool:

@@ -34,15 +34,17 @@ from ao_lab.transforms.layers import (
 
 Filter = Callable[[nn.Module, str], bool]
 REFUSED = "refused by filter_fn"
-ROUTES = "it routes tokens to experts and is left unquantized; your own filter_fn can select it"
+#: Where advice begins that is for a call of `quantize_` alone.
+PYTHON_ADVICE = "; your own filter_fn "
+ROUTES = f"it routes tokens to experts and is left unquantized{PYTHON_ADVICE}can select it"
 
 #: Of a layer whose weight is also an embedding's.
 TIED = (
-    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition; your own filter_fn can "
-    "select it, or its name in FqnToConfig"
+    "its weight is that of {}, which stays unquantized: a quantized copy would be stored in addition"
+    f"{PYTHON_ADVICE}can select it, or its name in FqnToConfig"
 )
 NO_EXPERTS = (
-    "not recognized as experts; your own filter_fn can select a batch of matrices, with axis=-1 or axis=-2"
+    f"not recognized as experts{PYTHON_ADVICE}can select a batch of matrices, with axis=-1 or axis=-2"
 )
 
 

@@ -9,8 +9,10 @@ import torch
 
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.measure.benchmark import Work, kernel_of, layers_of
-from ao_lab.measure.turns import HostWatch, Plan
+from ao_lab.cli.terminal import kept_in
+from ao_lab.measure.benchmark import Work, drift_of, kernel_of, layers_of, slow_threads, timed
+from ao_lab.measure.times import Benchmark, Timed, doubt_of, duration
+from ao_lab.measure.turns import HostWatch, Plan, Span
 from fast.gemm.choose import Range
 from tests.support.models.hf_models import save_llama
 
@@ -46,10 +48,10 @@ def test_shapes_beside_bfloat16():
     )
     rows = {row.name: row for row in found.rows}
     assert list(rows) == ["bfloat16", "four", "never"]
-    assert rows["bfloat16"].speed == 1
-    assert 0 < rows["four"].low <= rows["four"].seconds <= rows["four"].high
+    assert rows["bfloat16"].speedup == 1
+    assert 0 < rows["four"].seconds_20 <= rows["four"].seconds <= rows["four"].seconds_80
     assert rows["four"].kernel
-    assert rows["never"].status.startswith("the filter matches layers")
+    assert rows["never"].reason.startswith("the filter matches layers")
     assert rows["never"].seconds is None
     assert any("never, 2x64x128: the filter" in note for note in found.notes)
     assert len(found.to_frame()) == 3
@@ -125,7 +127,7 @@ def test_without_the_unquantized_layer_nothing_is_compared(monkeypatch):
 
     monkeypatch.setattr(Work, "layer", layer)
     found = benchmark(shapes=[(1, 64, 64)], configs=["nf4"], device="cpu")
-    assert [(row.name, row.status) for row in found.rows] == [("bfloat16", "OutOfMemoryError: out of memory")]
+    assert [(row.name, row.reason) for row in found.rows] == [("bfloat16", "OutOfMemoryError: out of memory")]
 
 
 def test_faults_are_no_refusals(monkeypatch):
@@ -171,7 +173,7 @@ def test_what_no_graph_holds_is_timed_in_eager_mode_alone(monkeypatch):
         ("bfloat16", "CUDA graph", True),
         ("nf4", "CUDA graph", False),
     ]
-    assert "no CUDA graph holds it: AcceleratorError: operation not permitted" in rows[-1].status
+    assert "no CUDA graph holds it: AcceleratorError: operation not permitted" in rows[-1].reason
 
 
 def test_a_row_names_what_multiplies_its_tokens(monkeypatch):
@@ -250,3 +252,94 @@ def test_a_head_tied_to_the_embedding_is_not_timed(tmp_path):
     """`ao-lab quantize` leaves it dense."""
     untied, tied = (save_llama(tmp_path / str(one), with_tokenizer=False, tied=one) for one in (False, True))
     assert set(layers_of(untied)) - set(layers_of(tied)) == {(320, 128)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(2.399e-2, "24.0 ms"), (25.14e-6, "25.1 us"), (9.996e-4, "1.00 ms"), (1.5, "1.50 s"), (3e-8, "0.0300 us"),
+     (119.9, "120 s"), (None, "-")],
+)  # fmt: skip
+def test_times_have_units_and_no_exponents(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_a_speedup_is_the_median_of_the_rounds_ratios_and_says_where_it_is_noisy():
+    """The medians say 4 to 4, the rounds that each is half as quick once: both stand in the row, and a word beside it."""
+    base, own = timed("generate", {"dense": [1.0, 4.0, 8.0], "nf4": [2.0, 4.0, 4.0]}, "eager", (1,), 0, {})
+    assert (own.seconds, own.baseline_seconds, own.speedup) == (4.0, 4.0, 1.0)
+    assert own.speedup_20 < 1 < own.speedup_80
+    assert "ratios spread" in own.doubt
+    assert base.doubt == ""
+    found = Benchmark("m", (base, own), {"device": "cpu", "load": 10.0, "cores": 2})
+    assert found.generate_cells()[1][-1] == "1.00x (noisy)"
+    assert found.notes[0].startswith("Load 10.0 on 2 cores: times are not reliable")
+    assert found.notes[1].startswith("Noisy, nf4 1 eager: the rounds' ratios spread from")
+    calm = Benchmark("m", (base,), {"device": "cpu", "load": 1.0, "cores": 2})
+    assert calm.warnings == []
+
+
+def test_medians_that_contradict_the_rounds_are_noisy():
+    assert "the medians' ratio is 2.00" in doubt_of(1.0, 2.0, 1.0, 1.1)
+    assert doubt_of(1.0, 1.05, 1.0, 1.1) == ""
+
+
+def test_a_baseline_that_one_thread_computes_faster_is_doubted(monkeypatch):
+    """As on a busy machine, where threads wait for each other: all speedups of the shape are in doubt."""
+    seen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+
+    class Watch(HostWatch):
+        def seconds(self, calls, *, cold=False):
+            return [2e-5] * len(calls)
+
+    spans = {name: Span(1, print, print) for name in ("dense", "nf4")}
+    doubts = slow_threads(Watch(), spans, {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3})
+    assert list(doubts) == ["dense"]
+    assert "2 threads take 24.0 ms, one thread 20.0 us" in doubts["dense"]
+    assert seen == [1, 2]
+    rows = timed("linear", {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3}, "eager", (1, 1, 1), 0, {}, doubts)
+    assert [row.doubt == doubts["dense"] for row in rows] == [True, True]
+    assert "took 3.00 of its first time" in drift_of([1.0, 1.0], [3.0, 3.0])
+    assert drift_of([1.0, 1.0], [1.2, 0.9]) == ""
+
+
+def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatch):
+    """Layers of a shape are kept together, generate() by configuration; other conditions are refused."""
+    given = {
+        "configs": ["nf4", "int8_rowwise"],
+        "batch": [1],
+        "new_tokens": 2,
+        "device": "cpu",
+        "out": tmp_path,
+    }
+    real, done = Work.in_turn, []
+
+    def in_turn(self, models, *more):
+        if done:
+            raise KeyboardInterrupt
+        done.append(list(models))
+        return real(self, models, *more)
+
+    monkeypatch.setattr(Work, "in_turn", in_turn)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(folder / "base", **given)
+    before = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    monkeypatch.setattr(Work, "in_turn", real)
+    monkeypatch.setattr(Work, "layers", lambda *_: pytest.fail("layers were timed again"))
+    found = benchmark(folder / "base", **given)
+    assert [row["seconds"] for row in before] == [row.seconds for row in found.rows[: len(before)]]
+    assert [row.name for row in found.of("generate")] == ["bfloat16", "nf4", "int8_rowwise"]
+    assert isinstance(found.rows[0], Timed)
+    with pytest.raises(ValueError, match=r"other conditions \(rounds differ\)"):
+        benchmark(folder / "base", **given, rounds=9)
+    (tmp_path / "benchmark.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no times of ao-lab bench"):
+        benchmark(folder / "base", **given)
+
+
+def test_what_a_stopped_command_says(tmp_path):
+    assert kept_in(None, "benchmark.json") == "nothing was kept (--out DIR does)"
+    assert kept_in(tmp_path, "benchmark.json").startswith("nothing was measured yet")
+    (tmp_path / "benchmark.json").touch()
+    assert "what was measured is in" in kept_in(tmp_path, "benchmark.json")

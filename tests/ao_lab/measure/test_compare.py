@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, made_from, reason
-from ao_lab.measure.comparison import Comparison
+from ao_lab.measure.compare import Remembered, made_from, reason, reasons_of
+from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.evaluate import fingerprint
 from ao_lab.measure.memory import out_of_memory
+from ao_lab.transforms.plan import PYTHON_ADVICE
 from tests.support.models import fake_harness
 from tests.support.models.hf_models import WORDS, save_llama
 
@@ -73,7 +75,7 @@ def test_rows_are_what_evaluate_measures(folder, found):
         assert row.bytes == model_size(model).bytes
     low, high = rows["nf4"].interval
     assert low < rows["nf4"].perplexity < high
-    assert rows["unquantized"].bits == pytest.approx(16, rel=1e-3)  # buffers count
+    assert rows["unquantized"].bits_per_parameter == pytest.approx(16, rel=1e-3)  # buffers count
     assert (rows["nf4"].layers, rows["nf4"].of_layers, rows["unquantized"].layers) == (8, 8, 0)
 
 
@@ -82,7 +84,7 @@ def test_speed_and_memory_are_measured(found):
         assert row.tokens_per_second > 0
         assert row.baseline_tokens_per_second > 0
         assert row.peak_bytes >= row.bytes
-    assert found[0].rows[0].speed == 1
+    assert found[0].rows[0].speedup == 1
 
 
 def test_layers_that_stay_are_counted_with_the_reason(folder):
@@ -100,7 +102,7 @@ def test_layers_that_stay_are_counted_with_the_reason(folder):
 def test_what_cannot_be_applied_says_why(found):
     row = found[0].rows[-1]
     # A message for users needs no name of a class or a function, and ends with a whole word.
-    assert row.status.startswith("the filter matches layers, but none of them can be changed")
+    assert row.reason.startswith("the filter matches layers, but none of them can be changed")
     assert reason(ValueError("quantize_: " + "word " * 300)).endswith("word word...")
     assert reason(RuntimeError("of torch")) == "RuntimeError: of torch"
     assert row.loss is None
@@ -124,7 +126,7 @@ def test_faults_are_no_refusals(folder, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="illegal memory access"):
         compare(folder / "base", list(errors), out=tmp_path, **given(folder))
     rows = {
-        row["name"]: row["status"] for row in json.loads((tmp_path / "comparison.json").read_text())["rows"]
+        row["name"]: row["reason"] for row in json.loads((tmp_path / "comparison.json").read_text())["rows"]
     }
     assert list(rows) == ["unquantized", "nf4", "mxfp4"]
     assert rows["nf4"].startswith("OutOfMemoryError: CUDA out of memory")
@@ -411,3 +413,55 @@ def test_from_the_command_line(folder, capsys):
     ):
         assert main(["compare", str(folder / "base"), *text[2:], *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_losses_are_kept_while_generate_is_timed(folder, tmp_path, monkeypatch):
+    """A minute of perplexity is not lost where the call stops a second later."""
+
+    def stopped(self, model, base):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ao_lab.measure.compare.Work.speed", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            compare(folder / "base", ["nf4"], out=tmp_path, **given(folder, new_tokens=2))
+    kept = json.loads((tmp_path / "comparison.json").read_text())
+    assert (kept["rows"], list(kept["parts"])) == ([], ["unquantized"])
+    measured = []
+    real = ao_lab.measure.compare.measured
+    monkeypatch.setattr(
+        "ao_lab.measure.compare.measured", lambda *given: measured.append(given[0]) or real(*given)
+    )
+    found = compare(folder / "base", ["nf4"], out=tmp_path, **given(folder, new_tokens=2))
+    assert len(measured) == 1  # of nf4 alone
+    assert found.rows[0].loss == kept["parts"]["unquantized"]["loss"]
+    assert json.loads((tmp_path / "comparison.json").read_text())["parts"] == {}
+
+
+def test_a_sentence_is_said_once_with_its_configurations():
+    rows = (
+        Compared("unquantized"),
+        Compared("a", changes="x in place of y"),
+        Compared("b", changes="x in place of y"),
+        Compared("c", "failed", reason="no room"),
+        Compared("d", "failed", reason="no room"),
+    )
+    found = Comparison("m", rows, {"text": "t", "windows": 1, "length": 2, "device": "cpu"})
+    (said,) = found.changed()
+    assert said.startswith("a, b are measured as ao-lab quantize writes them for transformers and vLLM")
+    assert said.endswith("; x in place of y.")
+    assert found.notes[0] == "c, d failed: no room"
+
+
+def test_reasons_have_no_advice_for_calls_of_quantize():
+    layer = SimpleNamespace(
+        changed=False, shape=(2, 2), kind="Linear", reason=f"tied{PYTHON_ADVICE}can select it"
+    )
+    assert reasons_of(SimpleNamespace(layers=[layer])) == {"tied": 1}
+
+
+def test_files_of_earlier_versions_are_read():
+    old = {"name": "a", "status": "why not", "bits": 4.5, "speed": 2.0}
+    (row,) = Comparison.from_dict({"model": "m", "conditions": {}, "rows": [old]}).rows
+    assert (row.status, row.reason) == ("failed", "why not")
+    assert (row.bits_per_parameter, row.speedup) == (4.5, 2.0)

@@ -15,6 +15,13 @@ from ao_lab.plot.tensors import scales_of, stored  # noqa: E402
 X = np.random.default_rng(7).standard_normal((128, 512)).astype(np.float32)
 
 
+def boxes_of(axis):
+    """What names cover, without the lines that lead to their points."""
+    for one in axis.texts:
+        one.arrowprops = one.arrow_patch = None
+    return [one.get_window_extent() for one in axis.texts]
+
+
 def bars(axis):
     (lines,) = [one for one in axis.collections if one.get_segments()]
     return {float(segment[0][0]): float(segment[1][1]) for segment in lines.get_segments()}
@@ -128,5 +135,28 @@ def test_names_of_neighbours_do_not_cover_each_other():
     ]
     figure = plot.tradeoff(points, scale=1)
     figure.canvas.draw()
-    boxes = [one.get_window_extent() for one in figure.axes[0].texts]
+    boxes = boxes_of(figure.axes[0])
     assert not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+def test_a_legend_says_what_colours_and_bars_are():
+    points = [
+        plot.Point("a", 1, 2.0, 0.1),
+        plot.Point("b", 2, 2.5),
+        plot.Point("base", 9, 1.0, reference=True),
+    ]
+    for given, said in ((points, 4), (points[:1], 2), (points[1:2], 1)):
+        legend = plot.tradeoff(given, scale=1).axes[0].get_legend()
+        assert len(legend.get_texts()) == said
+    assert legend.get_texts()[0].get_text().startswith("no other has less loss")
+
+
+def test_a_name_lies_on_no_other_point_once_the_figure_is_laid_out():
+    points = [plot.Point("a configuration", 1 + 0.02 * n, 2 + 0.03 * (n % 3), 0.01) for n in range(6)]
+    points.append(plot.Point("far", 9, 9))
+    figure = plot.tradeoff(points, scale=1)
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    spots = [axis.transData.transform((one.cost, one.loss)) for one in points]
+    boxes = boxes_of(axis)
+    assert not any(box.contains(*spot) for box in boxes for spot in spots)

@@ -66,8 +66,8 @@ def compare(model: Path, device: str) -> None:
     for row, other in zip(found.rows, host.rows, strict=True):
         far = abs((row.loss or 0.0) - (other.loss or 0.0)) if row.status == other.status == "ok" else 9.0
         fits = (row.peak_bytes or 0) >= (row.bytes or 1)
-        say("compare", row.name, far, "nats from a CPU", ok=far <= NATS and fits, status=row.status, speed=row.speed,
-            peak=row.peak_bytes, bytes=row.bytes)  # fmt: skip
+        say("compare", row.name, far, "nats from a CPU", ok=far <= NATS and fits, status=row.reason or row.status,
+            speedup=row.speedup, peak=row.peak_bytes, bytes=row.bytes)  # fmt: skip
     say(
         "compare",
         found.conditions["device"],
@@ -82,10 +82,11 @@ def compare(model: Path, device: str) -> None:
 def times(rows: list[Timed], cuda: bool) -> None:
     """A line for each time; a layer's graph may be refused, with the reason."""
     for row in rows:
-        refused = row.mode == "CUDA graph" and row.status.startswith("no CUDA graph")
+        refused = row.mode == "CUDA graph" and row.reason.startswith("no CUDA graph")
         named = row.what == "generate" or row.name == "bfloat16" or bool(row.kernel)
         say("bench", f"{row.what} {row.name} {row.mode} {'x'.join(map(str, row.shape))}", 1e6 * (row.seconds or 0.0), "us",
-            ok=(row.status == "ok" or refused) and named, speed=row.speed, kernel=row.kernel, status=row.status)  # fmt: skip
+            ok=(row.status == "ok" or refused) and named, speedup=row.speedup, kernel=row.kernel,
+            status=row.reason or row.status)  # fmt: skip
     modes = {row.mode for row in rows if row.what == "linear"}
     say("bench", "modes of layers", len(modes), "modes", ok=len(modes) == (2 if cuda else 1))
 
