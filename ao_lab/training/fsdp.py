@@ -2,9 +2,9 @@
 
 **The shard** (`CastOnGather`) stays in its own dtype. FSDP2 slices the parameter and keeps a shard; optimizers update that
 shard as they do any other. Before a layer runs FSDP2 asks the shard what to send; what arrives is a `QuantizedTensor`, which
-the layer multiplies with as it is. Operations run on the tensor inside. Views, and copies that FSDP2 and `module.to` make,
-are of this class again; all other results are plain tensors, so that the state of optimizers, gradients and checkpoints is
-plain.
+the layer multiplies with as it is. Operations run on the tensor inside. Views (rows and the transpose among them, so that what
+is written to these is counted too), and copies that FSDP2 and `module.to` make, are of this class again; all other results are
+plain tensors, so that the state of optimizers, gradients and checkpoints is plain.
 
 **What is sent** are codes and scales of `fast.quantize` of the whole weight. The shard is cast to the dtype that FSDP2 would
 gather in (`MixedPrecisionPolicy.param_dtype`) and then quantized, so that gathering codes instead of values changes no bit of
@@ -63,11 +63,8 @@ from reference import Quantized, Scales, Scheme
 from reference.training.recipe import Recipe
 
 aten = torch.ops.aten
-#: Operations whose results share the memory of the shard.
-VIEWS = {
-    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.as_strided.default,
-    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.lift_fresh.default,
-}  # fmt: skip
+#: Operations whose results share the memory of the shard, beside those of whose schemas torch knows that.
+VIEWS = {aten._unsafe_view.default, aten.lift_fresh.default}
 #: Operations that make another shard of the same kind: FSDP2 pads with `new_zeros`, modules move by the others.
 COPIES = {
     aten.clone.default, aten._to_copy.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default,
@@ -92,9 +89,6 @@ class Amax:
     writes: int = 0
     #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
     sent: tuple[tuple[Any, ...], Gathered] | None = None
-    #: Whether a plain tensor has memory of the shard (a row, the transpose): nobody sees what is written to it, so nothing that
-    #: was sent is sent again.
-    shared: bool = False
     #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
     form: tuple[tuple[Any, ...], Metadata] | None = None
     #: Whether a CUDA graph has an operation that writes to the shard: replays of it cannot be seen.
@@ -108,6 +102,11 @@ class Amax:
             self.replayed = True
 
 
+def is_view(func: Any) -> bool:
+    """Whether results of an operation share the memory of the shard: a row, rows, the transpose."""
+    return func.is_view or func in VIEWS
+
+
 @lru_cache(maxsize=256)
 def writes_first(func: Any) -> bool:
     """Whether an operation writes to the memory of its first argument, to no other, and returns it: most of an optimizer's do.
@@ -116,7 +115,7 @@ def writes_first(func: Any) -> bool:
     written = [
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
     ]
-    changes_shape = torch.Tag.inplace_view in func.tags or func in VIEWS
+    changes_shape = torch.Tag.inplace_view in func.tags or is_view(func)
     return any(written[:1]) and not any(written[1:]) and len(schema.returns) == 1 and not changes_shape
 
 
@@ -135,14 +134,12 @@ def writes_lists(func: Any) -> bool:
 
 
 def tell(known: Amax, func: Any) -> None:
-    """Let a shard know of an operation on it: one that writes, one whose result is a plain tensor of the shard's memory, or a
-    collective, whose schema does not say that it writes. Ranks reduce scales together: a write is only what all of them do."""
+    """Let a shard know of an operation on it: one that writes, or a collective, whose schema does not say that it writes. Ranks
+    reduce scales together: a write is only what all of them do."""
     if func._schema.is_mutable:
         known.written()
     elif func.namespace == "c10d":
         known.sent = None
-    elif func.is_view and func not in VIEWS:
-        known.sent, known.shared = None, True
 
 
 def inside(given: Any) -> Any:
@@ -208,10 +205,10 @@ class CastOnGather(torch.Tensor):
         inner_args, inner_kwargs = tree_map_only(CastOnGather, lambda t: t.dense, (args, kwargs))
         result = func(*inner_args, **inner_kwargs)
         first = shards[0]
-        if func in VIEWS or func in COPIES:
-            known = first.known if func in VIEWS else None
+        if is_view(func) or func in COPIES:
+            known = first.known if is_view(func) else None
             result = tree_map_only(torch.Tensor, lambda t: CastOnGather(t, first.scheme, known), result)
-        if func in VIEWS or func._schema.is_mutable:
+        if is_view(func) or func._schema.is_mutable:
             return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
 
@@ -259,7 +256,7 @@ def sent_again(
         found = quantized_shard(shard, mesh, tuple(whole), module, dtype)
     # Where some rank has no rows, ranks would not agree whose codes are old, and reduce scales at different times.
     agreed = shard.scheme.scale.block != "tensor" or weight_rows_everywhere(whole[0], mesh.size())
-    if agreed and not known.shared:
+    if agreed:
         known.sent = key, found
     return found
 
@@ -546,7 +543,7 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
 
     Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
     write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it,
-    `to_local()` in inference mode; one to a row of the shard or by a collective, where scales are of the tensor) are not seen:
+    `to_local()` in inference mode; one by a collective, where scales are of the tensor) are not seen:
     `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
     """
     parameter: Any = getattr(module, "weight", None)

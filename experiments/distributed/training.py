@@ -149,9 +149,9 @@ def optimizer_of(net: nn.Module, states: str | None) -> Any:
 
 
 def write_row(rank: Rank, tally: Tally, recipe: str) -> None:
-    """A row of every shard is made larger than all values between two steps, and precompute called: losses and gradients are
-    those of the weight with its new scales."""
-    from ao_lab import convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
+    """A row of every shard is made larger than all values between two steps: losses and gradients are those of the weight with
+    its new codes and scales."""
+    from ao_lab import convert_for_training_
 
     one, many = blocks(rank), blocks(rank)
     for net in (one, many):
@@ -171,7 +171,6 @@ def write_row(rank: Rank, tally: Tally, recipe: str) -> None:
                     row.fill_(4.0 + step)
         for net in (one, many):
             net.zero_grad()
-        precompute_float8_dynamic_scale_for_fsdp(many)
     compare(tally, "weight", one, many, lambda p: p)
 
 

@@ -189,11 +189,12 @@ def test_copies():
 
 def test_what_is_made_of_a_weight_is_plain():
     weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
-    for made in (torch.zeros_like(weight), weight + 1, weight.abs(), weight.t()):
+    for made in (torch.zeros_like(weight), weight + 1, weight.abs(), weight @ weight.t()):
         assert type(made) is torch.Tensor
-    for same in (weight.detach(), weight[2:4], weight.view(-1), weight.clone(), weight.new_zeros(3, 4)):
+    views = (weight.detach(), weight[2:4], weight[1], weight.t(), weight.view(-1), *weight.unbind(1))
+    for same in (*views, weight.clone(), weight.new_zeros(3, 4)):
         assert type(same) is CastOnGather
-    assert weight[2:4].known is weight.known
+    assert all(view.known is weight.known for view in views)
     assert weight.clone().known is not weight.known
 
 
@@ -202,6 +203,9 @@ def test_every_write_is_counted():
     for write in (
         lambda: weight.mul_(2),
         lambda: weight[2:4].zero_(),
+        lambda: weight[5].fill_(3.0),
+        lambda: weight.t()[0].mul_(2),
+        lambda: weight.data[1].add_(1),
         lambda: weight.view(-1).add_(1),
         lambda: weight.detach().copy_(torch.ones(8, 4)),
         lambda: torch._foreach_add_([weight], 1.0),
@@ -301,12 +305,12 @@ def test_a_shard_is_quantized_once_until_it_is_written_to(write, monkeypatch):
 
 
 @pytest.mark.parametrize("write", [lambda w: w[0].fill_(2), lambda w: w.t().mul_(2)])
-def test_a_shard_whose_memory_a_plain_tensor_has_is_quantized_at_every_gather(write):
-    """Writes to a row are seen by nobody. A view that is a shard, and other operations, leave what was sent."""
+def test_writes_to_a_row_are_seen(write):
+    """Views that are read, and other operations, leave what was sent."""
     weight = CastOnGather(torch.randn(8, 64), RECIPES["rowwise"].output.b.scheme)
     given = Mesh(), torch.Size((16, 64)), (64, 1), nn.Module(), MixedPrecisionPolicy()
     first = weight.fsdp_pre_all_gather(*given)
-    assert weight[2:4].sum() + weight.view(-1).sum() + (weight * 2).sum() != 0
+    assert weight[2:4].sum() + weight[1].sum() + weight.view(-1).sum() + (weight * 2).sum() != 0
     assert weight.fsdp_pre_all_gather(*given) is first
     for _ in range(2):
         write(weight)

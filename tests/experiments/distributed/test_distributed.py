@@ -147,6 +147,36 @@ def test_the_page_says_which_times_failed(tmp_path):
     assert not page.missed(page.Results(rows[:1]))
 
 
+def test_what_codes_could_gain_at_best(tmp_path):
+    """450 MB less are a millisecond of NVLink; bars are of what was measured."""
+    (one,) = Plan(run.CASES[:1], settings_for("full", "cpu", tmp_path), tmp_path).rows(
+        run.CASES[0], 2, status("ok")
+    )[-1:]
+    values = {"bfloat16": (21.0, 900.0), "float8": (40.0, 450.0)}
+    rows = [
+        replace(
+            one,
+            setting="FSDP2 step, small",
+            method=f"ours, rowwise, {kind} all-gather",
+            metric=metric,
+            value=value,
+        )
+        for kind, found in values.items()
+        for metric, value in zip(("time", page.GATHERED), found, strict=True)
+    ]
+    decoded = replace(
+        one, setting="decoding of 70B shapes, batch 1", method="int4", metric=page.OVER, value=1.9
+    )
+    results = page.Results([*rows, decoded])
+    assert page.at_best(results, "FSDP2 step, small", "ours, rowwise, float8 all-gather") == pytest.approx(
+        21 / 20
+    )
+    assert page.at_best(results, "FSDP2 step, small", "ours, rowwise, bfloat16 all-gather") is None
+    assert [(found.name, found.reached) for found in page.targets(results)] == [
+        ("decoding of 70B shapes, batch 1: int4", False)
+    ]
+
+
 @pytest.mark.nightly
 def test_ranks_started_ahead_go_on_at_once(tmp_path):
     """Behind a case that kills a rank; none of them is left."""
