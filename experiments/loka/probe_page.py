@@ -24,7 +24,7 @@ from experiments.loka.prediction import (
 from experiments.loka.sampling_cost import CADENCES, COST, GATHERED, KEPT, SAMPLED, STEP
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
 from experiments.report.targets import RunTargets, Target, limit_of
 
 EXPERIMENT = "loka"
@@ -112,17 +112,19 @@ def seen(results: Results, kind: str, metric: str) -> list[str]:
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Layers, logits, faults, cost; run by run."""
     made = (
-        (SITES, "Errors of layers", SITE_TEXT, site_drawing, site_table),
-        (OUTPUTS, "Changes of logits", OUTPUT_TEXT, output_drawing, output_table),
-        (FAULTY, "Faulty kernels", FAULT_TEXT, fault_drawing, fault_table),
-        (ALARMS, "Right kernels", (), None, alarm_table),
-        (COST, "Cost of sampling", COST_TEXT, None, cost_table),
+        (SITES, "Errors of layers", SITE_TEXT, site_table),
+        (OUTPUTS, "Changes of logits", OUTPUT_TEXT, output_table),
+        (FAULTY, "Faulty kernels", FAULT_TEXT, fault_table),
+        (ALARMS, "Right kernels", (), alarm_table),
+        (COST, "Cost of sampling", COST_TEXT, cost_table),
     )
-    return [
-        Section(f"{title} ({where})", text, [draw(where, results)] if draw else [], [table(results)])
-        for kind, title, text, draw, table in made
-        for where, results in by_run(rows, kind).items()
-    ]
+    return sections_by_run(rows, made, drawings_of)
+
+
+def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:
+    """The figure of a kind of table, where there is one."""
+    draw = {SITES: site_drawing, OUTPUTS: output_drawing, FAULTY: fault_drawing}.get(kind)
+    return [] if draw is None else [draw(where, results)]
 
 
 def site_table(results: Results) -> Table:

@@ -26,7 +26,7 @@ from experiments.loka.table_speed import MEMORY as HELD
 from experiments.loka.table_speed import STORED as TABLE_SCHEMES
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
 from experiments.report.targets import RunTargets, Target, limit_of
 
 EXPERIMENT = "loka"
@@ -211,11 +211,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         (EPILOGUE, "Block norm in the epilogue", EPILOGUE_TEXT, epilogue_table),
         (shape_speed.SHAPES, "Shapes of recommendation models", SHAPE_TEXT, shape_table),
     )
-    return [
-        Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
-        for kind, title, text, table in made
-        for where, results in by_run(rows, kind).items()
-    ]
+    return sections_by_run(rows, made, drawings_of)
 
 
 def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:

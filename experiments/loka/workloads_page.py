@@ -11,7 +11,7 @@ from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECOND
 from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
 from experiments.report.targets import RunTargets, limit_of
 
 EXPERIMENT = "loka"
@@ -111,11 +111,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         (TRAJECTORY, "Quality over paired seeds", QUALITY_TEXT, quality_table),
         (POLICIES, "Policies of training", POLICY_TEXT, policy_table),
     )
-    return [
-        Section(f"{title} ({where})", text, drawings_of(kind, where, results), [table(results)])
-        for kind, title, text, table in made
-        for where, results in by_run(rows, kind).items()
-    ]
+    return sections_by_run(rows, made, drawings_of)
 
 
 def drawings_of(kind: str, where: Where, results: Results) -> list[Drawing]:

@@ -7,7 +7,7 @@ setting and method are the same; the hardware may differ, and pages say so. A st
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from ao_lab.config.recipe import INTEGER, named
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
-from experiments.report.content import QUICK, Table, readable
+from experiments.report.content import QUICK, Drawing, Section, Table, readable
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -141,6 +141,21 @@ def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
             groups.setdefault(Where(scale, row.device, data), []).append(row)
     ordered = sorted(groups, key=lambda where: (where.scale != QUICK, where.device, where.data))
     return {where: Results(groups[where]) for where in ordered}
+
+
+#: A kind of table on a page: its name, title, text, and what makes a table of its results.
+Part = tuple[str, str, Sequence[str], Callable[[Results], Table]]
+
+
+def sections_by_run(
+    rows: Sequence[Row], parts: Iterable[Part], drawings: Callable[[str, Where, Results], list[Drawing]]
+) -> list[Section]:
+    """A section for every run of each kind, with one table and what drawings(kind, where, results) gives."""
+    return [
+        Section(f"{title} ({where})", text, drawings(kind, where, results), [table(results)])
+        for kind, title, text, table in parts
+        for where, results in by_run(rows, kind).items()
+    ]
 
 
 def best_run(runs: dict[Where, Results]) -> tuple[Where, Results] | None:
