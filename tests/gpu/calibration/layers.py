@@ -1,4 +1,5 @@
-"""Calibration of one layer on a GPU: `fast.gptq`, searched scales, held-out damping and second moments, and their times.
+"""Calibration of one layer on a GPU: `fast.gptq`, searched scales, held-out damping, second moments and steps of SignRound, and
+times of the first.
 
 The kernel that goes through a block of columns has the bits of torch operations that take the same steps. Against the reference
 sums have another order, so a target may lie on the other side of the middle of two values. Of each row the first column in the
@@ -19,12 +20,15 @@ import torch
 
 import fast
 import reference
+from ao_lab.calibration.judge import token_errors
 from fast.calibration.damping import held_out_errors_on_device
 from fast.calibration.gptq import ColumnRule, Sweep, device_order
 from fast.calibration.hessian import factor_on_device
+from fast.calibration.signround import signround_keep, signround_unchecked
 from reference import SCHEMES, Quantized
 from reference.calibration.damping import held_out_errors
 from reference.calibration.gptq import column_order
+from reference.calibration.signround import SignRoundState
 from reference.quantize.blocks import Blocks
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, same_bits
 
@@ -33,6 +37,8 @@ SCHEMES_CHECKED = (
     "mxfp6_e2m3", "fp8_rowwise", "fp8_128x128", "nf4", "stretched2_g32", "te.nvfp4", "compressed_tensors.nvfp4",
     "compressed_tensors.int4_g128", "torchao.int4_g32_tinygemm", "torchao.fp8_rowwise_training", "torchao.mxfp4_rceil",
 )  # fmt: skip
+#: Of which a step of SignRound is compared: integers, groups by zero points, floats under one and two levels, whole rows.
+ROUNDED = ("int4_g128", "int3_g64_asymmetric", "mxfp4", "nvfp4", "int8_rowwise")
 ORDERS = ("stored", "activation", "groups")
 #: How far a target may lie from the middle of two values, as a share of itself.
 NEAR = 1e-9
@@ -61,6 +67,9 @@ def checks(asked: Asked) -> Iterator[Check]:
             yield f"kernel {name}", partial(wrong_kernel, name, asked.device)
         yield f"gptq {name}", partial(wrong_codes, name, asked.device)
         yield f"search {name}", partial(wrong_search, name, asked.device)
+    for name in asked.schemes or ROUNDED:
+        yield f"signround {name}", partial(wrong_step, name, asked.device)
+    yield "errors of tokens", partial(wrong_token_errors, asked.device)
     yield "second moments", partial(wrong_moments, asked.device)
     yield "held-out errors", partial(wrong_errors, asked.device)
 
@@ -137,9 +146,50 @@ def wrong_search(name: str, device: str) -> Iterator[str]:
         yield f"{int(other.sum())} of {other.numel()} scales differ, errors {errors[0]} and {errors[1]}"
 
 
+def wrong_step(name: str, device: str) -> Iterator[str]:
+    """Two steps of SignRound with the bits of the reference, of learned and of given scales, and what is kept of them."""
+    w, _ = layer(96, 384)
+    g = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).to(w.dtype)
+    start = fast.signround_start(w, name)
+    given = fast.signround_codes(w, *start, name)
+    for label, state, scales in (
+        ("learned", start, None),
+        ("given", fast.signround_start(w, name, given), given.scales),
+    ):
+        found: Any = SignRoundState(*(None if part is None else part.to(device) for part in state))
+        kept = SignRoundState(*(None if part is None else part.clone() for part in found))
+        moved = None if scales is None else replace(scales, **on_device(scales, device))
+        for step in range(2):
+            values, vjp = fast.signround_quantize(w, *state, name, scales=scales)
+            state = fast.signround_step(state, vjp(g), 0.1)
+            looped = signround_unchecked(w.to(device), *found, name, scales=moved)
+            yield from differs(f"{label}, values of step {step}", looped.values.cpu(), values)
+            found = looped.step(g.to(device), 0.1)
+            signround_keep(torch.tensor(step == 1, device=device), found, kept)
+            for part, made, wanted in zip(found._fields, kept if step else found, state, strict=True):
+                if wanted is not None:
+                    yield from differs(f"{label}, {part} of step {step}", made.cpu(), wanted)
+
+
+def wrong_token_errors(device: str) -> Iterator[str]:
+    """Within the roundings of their sums, gradients with the bits of torch's."""
+    for channels in (96, 4096, 5120):
+        y = torch.randn((3, 40, channels), device=device).bfloat16().requires_grad_()
+        wanted, g = torch.randn_like(y.detach()), torch.rand((3, 40), device=device)
+        found, plain = token_errors(y, wanted), (y.float() - wanted.float()).square().mean(-1)
+        if bool(((found - plain).abs() > channels * 2.0**-23 * plain).any()):
+            yield f"{channels} channels: errors are off by more than the roundings of their sums"
+        gradients = (torch.autograd.grad(one, y, g)[0] for one in (found, plain))
+        yield from differs(f"{channels} channels, gradient", *gradients)
+
+
 def on_cpu(scales: Any) -> dict[str, Any]:
+    return on_device(scales, "cpu")
+
+
+def on_device(scales: Any, device: str) -> dict[str, Any]:
     return {
-        part: None if (one := getattr(scales, part)) is None else one.cpu()
+        part: None if (one := getattr(scales, part)) is None else one.to(device)
         for part in ("scale", "outer", "zero")
     }
 
