@@ -30,6 +30,8 @@ reproduce: install   ## run the experiments and write reports/index.html
 speed: install-test  ## compare speeds with ml_dtypes, XLA and torchao
 	$(BIN)/ao-lab reproduce speed --scale $(SCALE) $(ARGS)
 
+# Every worker, and every process of a test, would compile all modules again, and pytest rewrite all asserts.
+test nightly: export PYTHONDONTWRITEBYTECODE =
 test: install-test   ## all tests that need no GPU
 	@$(BIN)/ao-lab ledger --check || true  # what only a GPU can test: said here, failed nowhere
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -315,21 +315,6 @@ class Moves:
 # * Packed codes that are made of codes, or become codes, are 4 or 8 bytes of every 16, and codes are 4 of 16 bytes of float32.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
-    # V, weights, their gradients; the scale of each element is read by itself.
-    (
-        case(learned_rounding, "int4_g128", shape=BIG, kernels=LEARNED),
-        (
-            Moves(6, 4, 15.1, few=16),
-            Moves(8, 4, 15.3, few=16),
-            Moves(8, 4, 23.1, few=16),
-            Moves(4, 4, 3.5),
-            Moves(8, 4, 12.1),
-        ),
-    ),
-    (
-        case(token_errors, shape=BIG, kernels=("errors_kernel", "gradients_kernel")),
-        (Moves(4, 0, 11.2), Moves(4, 2, 11.4)),
-    ),
     (case(gathered, kernels=("gather_transposed_kernel",)), (Moves(2, 2, 6.4),)),
     (case(quantize, "fp8_rowwise", shape=BIG), (Moves(2, 1, 7.2),)),
     (
@@ -478,5 +463,20 @@ HOT = (
     (
         case(unpack, "float6_e2m3fn", BIG, kernels=("unpack_sixes_kernel",)),
         (Moves(0.75, 1, 3.7, load=4, few=0),),
+    ),
+    # V, weights, their gradients; the scale of each element is read by itself.
+    (
+        case(learned_rounding, "int4_g128", shape=BIG, kernels=LEARNED),
+        (
+            Moves(6, 4, 15.1, few=16),
+            Moves(8, 4, 15.3, few=16),
+            Moves(8, 4, 23.1, few=16),
+            Moves(4, 4, 3.5),
+            Moves(8, 4, 12.1),
+        ),
+    ),
+    (
+        case(token_errors, shape=BIG, kernels=("errors_kernel", "gradients_kernel")),
+        (Moves(4, 0, 11.2), Moves(4, 2, 11.4)),
     ),
 )
