@@ -223,6 +223,15 @@ def require_tensor(value: Any, what: str) -> torch.Tensor:
     return value
 
 
+#: Dtypes of inputs and biases that products take.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_float_inputs(*tensors: Any) -> bool:
+    """Whether inputs and bias, where there is one, have dtypes that kernels and torch multiply as the reference does."""
+    return all(t is None or t.dtype in FLOATS for t in tensors)
+
+
 def _check(function: Function, operands: Sequence[Any]) -> None:
     """TypeError or ValueError for tensors that are not dense, or not on one device.
 

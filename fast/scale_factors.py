@@ -37,6 +37,8 @@ import torch
 from reference import SCHEMES, Quantized, Scheme
 from reference.schemes.schemes import record_of
 
+#: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
+ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
 #: Columns of a block.
 BLOCK = 64
 #: Blocks of an outer scale.
@@ -65,7 +67,7 @@ TERMS = {
 
 def element_with_levels(scheme: Scheme) -> str | None:
     """ "nf4" of the default NF4, whatever its name; None of all others."""
-    return _element(scheme.key)
+    return _element(scheme.key) if scheme.element == SCHEMES["nf4"].element else None
 
 
 @lru_cache(maxsize=1024)
@@ -144,6 +146,20 @@ def element_with_factors(scheme: Scheme) -> str | None:
     )
     plain = scheme.outer_order not in ("encode", "folded") or outer is None
     return element if single and plain else None
+
+
+def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
+    """What the elements of rows of a length are to the kernel, and columns of a block: 0 where a row, or the whole weight, is
+    one."""
+    if element_with_levels(scheme) is not None:
+        return "nf4", BLOCK
+    return element_with_factors(scheme) or ELEMENTS[scheme.element], group_of(scheme, length)
+
+
+def group_of(scheme: Scheme, length: int) -> int:
+    """Columns of a block of rows of a length; 0 where a row, or the whole weight, is one."""
+    block = scheme.scale.block
+    return block if isinstance(block, int) and block not in (-1, length) else 0
 
 
 def exponent_of(scheme: Scheme) -> int:
@@ -234,6 +250,7 @@ def rows_of_words(columns: int, block: int) -> int:
 
 __all__ = [
     "BLOCK",
+    "ELEMENTS",
     "LEAST",
     "SECOND",
     "TERMS",
@@ -241,6 +258,8 @@ __all__ = [
     "element_with_levels",
     "exponent_of",
     "factors_of",
+    "form_of",
+    "group_of",
     "parts_of",
     "rows_of_words",
     "rows_with_parts",

@@ -19,7 +19,7 @@ import fast
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.dispatch import OLDEST
 from fast.gemm.choose import rows_stored
-from fast.gemm.problem import of_stored
+from fast.gemm.families import of_stored
 from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored

@@ -52,11 +52,9 @@ from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
-from fast.gemm.families import Family
-from fast.gemm.problem import Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
+from fast.gemm.families import Family, Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
 from fast.launch.program import Program
 from fast.layers.hadamard import hadamard
-from fast.matmul.preshuffled import layout
 from fast.ops import LATE
 from fast.prepared import (
     ScaledProduct,
@@ -65,6 +63,7 @@ from fast.prepared import (
     prepared_linear_small,
     prepared_scaled_mm,
 )
+from fast.scale_factors import form_of
 
 
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -331,7 +330,7 @@ def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Itera
 
     stored = w.stored
     shape = (int(stored.shape[0]), int(stored.shape[1]))
-    form = layout.form_of(stored.scheme, shape[1])
+    form = form_of(stored.scheme, shape[1])
     arranged = ArrangedWeight(stored.codes, stored.scale, stored.zero, shape, *form)
     p = of_preshuffled(arranged, rows, dtype)
     return choose(p), p

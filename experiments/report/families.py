@@ -11,9 +11,8 @@ import torch
 
 from experiments.report.content import Table
 from fast.gemm.choose import by_rows, choose, codes_of_layer
-from fast.gemm.families import FAMILIES
-from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SPARSE, SPARSE_INT4, Problem
-from fast.matmul.preshuffled.layout import form_of
+from fast.gemm.families import CODES, FAMILIES, HOPPER, PLAIN, PRESHUFFLED, SPARSE, SPARSE_INT4, Problem
+from fast.scale_factors import form_of
 from reference import SCHEMES
 
 #: Layers of a model of 8B parameters, (outputs, inputs): attention's output, the feed-forward's two.

@@ -18,15 +18,22 @@ import torch
 
 from fast.cost import Coefficients, first_row, holds
 from fast.gemm.families import (
+    CODES,
     FAMILIES,
     FLOATS,
     HALVES,
+    HOPPER,
+    PLAIN,
+    PRESHUFFLED,
+    SM90,
     SM90_INTN_SMALL_M,
     SM90_S8_GEMM,
     SM90_SPARSE24_GEMM,
     SM90_SPARSE24_W4A16_GEMV,
     SM90_W4A16_GEMM,
     SM90_W4A16_GEMV,
+    SPARSE,
+    SPARSE_INT4,
     TORCH_DEQUANTIZE,
     TORCH_INT_MM,
     TORCH_SCALED_MM,
@@ -39,9 +46,10 @@ from fast.gemm.families import (
     TRITON_SCALED_MM,
     TRITON_SMALL_M,
     TRITON_SPARSE24_SMALL_M,
+    Device,
     Family,
+    Problem,
 )
-from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE, SPARSE_INT4, Device, Problem
 from reference import Scheme
 from reference.schemes.schemes import POWER_RULES, record_of
 

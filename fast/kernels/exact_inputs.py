@@ -21,7 +21,7 @@ import triton.language as tl
 
 from fast.kernels.bits import float_of, narrow, read, widened
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import INT32, Geometry, power_above
+from fast.kernels.quantize.geometry import Geometry
 from fast.kernels.quantize.host import block_launch
 from fast.kernels.quantize.kernel import all_of, blocks_kernel
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
@@ -34,7 +34,7 @@ from fast.kernels.tile.scales import choose_scales
 from fast.kernels.triton_small_m import host as product
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, record_of
 

@@ -34,7 +34,6 @@ import triton.language as tl
 
 from fast import dispatch
 from fast.kernels.bits import high_float, low_float
-from fast.kernels.quantize.geometry import ceil_div, power_above
 from fast.kernels.rowwise_colwise import mx as mx
 from fast.kernels.rowwise_colwise.mx import (
     LOW_HALF,
@@ -54,7 +53,7 @@ from fast.kernels.rowwise_colwise.tiles import (
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, power_above
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import Scheme
 

@@ -15,14 +15,14 @@ import triton.language as tl
 
 from fast.kernels.bits import INFINITY, NAN, bits_of, float_of, read, widened
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, TILE, ceil_div, power_above
+from fast.kernels.quantize.geometry import LARGEST_TILE, TILE
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
 from fast.kernels.sm90_s8_gemm.variants import C
 from fast.kernels.tile.quantize import loaded_scales
 from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, power_above
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 

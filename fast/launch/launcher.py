@@ -41,6 +41,20 @@ MATRIX_ARGUMENTS = 5
 Make = Callable[..., tuple[Any, ...]]
 
 
+#: The largest index of a kernel whose offsets are 32-bit integers.
+INT32 = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def power_above(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 class CompiledLaunch:
     """A kernel with a fixed grid and fixed arguments (`tail`) after its pointers. options: of the compiler."""
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute
+from fast.dispatch import Function, execute, has_float_inputs
 from fast.gemm.choose import choose
-from fast.gemm.families import TRITON_SCALED_MM
-from fast.gemm.problem import of_codes
+from fast.gemm.families import TRITON_SCALED_MM, of_codes
 from fast.layers.column_sums import column_sums
-from fast.matmul.weights import check_codes, check_weight, has_float_inputs, refuse_scale_gradients, weight_of
+from fast.matmul.weights import check_codes, check_weight, refuse_scale_gradients, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
 from reference.arrays.namespace import choice

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, Kernel, Reference, execute, run, settings
+from fast.dispatch import Function, Kernel, Reference, execute, has_float_inputs, run, settings
 from fast.gemm.choose import choose
-from fast.gemm.families import TORCH_DEQUANTIZE
-from fast.gemm.problem import of_stored
+from fast.gemm.families import TORCH_DEQUANTIZE, of_stored
 from fast.layers.column_sums import column_sums
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.weights import (
@@ -29,7 +28,6 @@ from fast.matmul.weights import (
     Values,
     check_weight,
     dense,
-    has_float_inputs,
     parts,
     plain,
     refuse_scale_gradients,

@@ -21,7 +21,6 @@ from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized, with_plain_scales
 from reference.schemes.schemes import record_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Values = tuple[Any, ...]
 Operands = Sequence[Any]
 #: What the tensors of a weight are called in messages.
@@ -54,11 +53,6 @@ def times_weight(
     """g (..., N) times a weight (N, K), by operators."""
     values = torch.ops.ao_lab.dequantize(*stored, list(shape), 1, scheme, packed, g.dtype)
     return g @ values
-
-
-def has_float_inputs(*tensors: Any) -> bool:
-    """Whether inputs and bias, where there is one, have dtypes that kernels and torch multiply as the reference does."""
-    return all(t is None or t.dtype in FLOATS for t in tensors)
 
 
 def save_pair(name: str) -> Callable[..., None]:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, run
+from fast.dispatch import Function, execute, has_float_inputs, run
 from fast.gemm.choose import choose
-from fast.gemm.families import TORCH_DEQUANTIZE
-from fast.gemm.problem import of_sparse_int4
+from fast.gemm.families import TORCH_DEQUANTIZE, of_sparse_int4
 from fast.layers.column_sums import column_sums
 from fast.layers.swiglu import SWIGLU, swiglu_vjp
-from fast.matmul.weights import has_float_inputs, refuse_scale_gradients
+from fast.matmul.weights import refuse_scale_gradients
 from fast.ops import register, strides
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
 

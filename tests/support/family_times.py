@@ -10,8 +10,7 @@ from pathlib import Path
 
 from experiments.report.families import problem_of
 from fast.gemm.choose import choose, rows_stored
-from fast.gemm.families import FAMILIES, TORCH_DEQUANTIZE
-from fast.gemm.problem import HOPPER, Problem, of_stored
+from fast.gemm.families import FAMILIES, HOPPER, TORCH_DEQUANTIZE, Problem, of_stored
 
 __all__ = ["FILE", "OTHERS", "Key", "measured", "problem"]
 

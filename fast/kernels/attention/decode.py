@@ -32,8 +32,7 @@ from fast.kernels.attention import sm90_decode
 from fast.kernels.attention.append import static_of
 from fast.kernels.attention.parts import combine, part_of, parts_of, stored_tokens
 from fast.kernels.bits import INFINITY, bits_of, float_of
-from fast.kernels.quantize.geometry import power_above
-from fast.launch.launcher import interpreted
+from fast.launch.launcher import interpreted, power_above
 from fast.stored_tokens import StoredTokens
 from reference.attention.window import ALL_STORED
 from reference.schemes.schemes import record_of

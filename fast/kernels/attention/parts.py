@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.quantize.geometry import power_above
-from fast.launch.launcher import interpreted
+from fast.launch.launcher import interpreted, power_above
 from reference.attention.window import Window
 
 #: Warps of a program, and the most parts that it adds at a time.

@@ -28,13 +28,12 @@ import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, float_of
 from fast.kernels.layers.tiles import quantize_rows
-from fast.kernels.quantize.geometry import power_above
 from fast.kernels.quantize.plan import outputs
 from fast.kernels.rules.values import element_codes
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats
 from fast.kernels.tile.scales import choose_scales
-from fast.launch.launcher import UNFUSED, interpreted
+from fast.launch.launcher import UNFUSED, interpreted, power_above
 from reference.attention.quantized import AttentionRecipe
 from reference.layers.hadamard import SIGNS_16
 from reference.schemes.schemes import Scheme

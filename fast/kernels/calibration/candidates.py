@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read, widened
-from fast.kernels.quantize.geometry import ceil_div, power_above
 from fast.kernels.rules.scales import floored
 from fast.kernels.rules.values import combined, element_codes, loaded_zero, values
 from fast.kernels.scheme.constants import constants_of
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, power_above
 from reference import Scheme
 
 #: Elements of a program, a warp: 16 a lane, whose squares are float64.

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read
-from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.rules.scales import floored
 from fast.kernels.rules.values import combined, element_codes, loaded_zero, values
 from fast.kernels.scheme.constants import constants_of
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted
 
 #: Columns of a block.
 BLOCK = 128

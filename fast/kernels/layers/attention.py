@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.quantize.geometry import INT32, power_above
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
 
 # Elements of a thread, and of a program at most: more heads take several.
 PER_THREAD, ELEMENTS = 16, 8192

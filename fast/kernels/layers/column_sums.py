@@ -20,9 +20,8 @@ import triton.language as tl
 
 from fast.kernels.bits import widened
 from fast.kernels.layers.rms_norm import PARTS, add_pieces
-from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div
 
 #: Rows of a step.
 STEP = 8

@@ -32,12 +32,12 @@ from fast.kernels.layers.tiles import (
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
+from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.plan import Outputs, outputs
 from fast.kernels.rules.statistics import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, normal, set_aside
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, power_above, same_device
 from reference import Quantized
 from reference.layers.normalize import PIECE, checked_inputs
 from reference.schemes.schemes import Scheme, scheme_of

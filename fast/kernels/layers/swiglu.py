@@ -45,11 +45,11 @@ from fast.kernels.layers.tiles import (
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, power_above
+from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.plan import Outputs, outputs
 from fast.kernels.sm90.bf16x2 import clamped_gate, floats, gated, narrowed, rounded_once
 from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 

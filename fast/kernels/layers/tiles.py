@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
+from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.plan import Outputs
 from fast.kernels.rules.statistics import larger, summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal
 from fast.kernels.tile.fast_codes import multiplier, store_codes
 from fast.kernels.tile.quantize import quantize_tile
 from fast.kernels.tile.scales import choose_scales
+from fast.launch.launcher import INT32, ceil_div, power_above
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from fast.launch.launcher import INT32, ceil_div, power_above
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import flat_size
 
@@ -21,7 +22,6 @@ COLUMNS = 64
 WIDTH, CHUNK_WIDTH = 8, 16
 COLUMN_CHUNK = 64
 WARP, MASKED_WARP, NARROW_WARP = 4096, 2048, 1024
-INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,6 @@ class Geometry:
     inner: int
     p: int
     warps: int
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
-
-def power_above(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def geometry(blocks: Blocks) -> Geometry | None:

@@ -15,17 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fast.kernels.quantize.geometry import (
-    INT32,
-    LARGEST_TILE,
-    SMALLEST_TILE,
-    Geometry,
-    flat_geometry,
-    geometry,
-    power_above,
-)
+from fast.kernels.quantize.geometry import LARGEST_TILE, SMALLEST_TILE, Geometry, flat_geometry, geometry
 from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of, is_two_level
-from fast.launch.launcher import interpreted
+from fast.launch.launcher import INT32, interpreted, power_above
 from reference import Quantized
 from reference.formats.encode import check_mode
 from reference.formats.formats import FORMATS

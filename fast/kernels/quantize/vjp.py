@@ -22,14 +22,7 @@ import triton.language as tl
 
 from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import (
-    CHUNK,
-    Geometry,
-    ceil_div,
-    columns_geometry,
-    flat_geometry,
-    power_above,
-)
+from fast.kernels.quantize.geometry import CHUNK, Geometry, columns_geometry, flat_geometry
 from fast.kernels.quantize.host import checked, given_kind, run_plan
 from fast.kernels.quantize.kernel import block_places, in_block
 from fast.kernels.quantize.plan import Problem
@@ -39,7 +32,7 @@ from fast.kernels.rules.values import decoding, element_codes, in_units, passed_
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.tile.quantize import loaded_scales
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, power_above, same_device
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.encode import check_mode

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from fast import dispatch
-from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div
+from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div
 
 #: Elements of a word.
 WORD = 4

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fast.cost import Time, quickest
-from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.select import C, stage
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, KERNEL, Problem, Variant, Weight, fitted
@@ -20,6 +19,7 @@ from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch, Maps
 from fast.launch.hopper import GROUP, MULTIPROCESSORS, processors_of
+from fast.launch.launcher import ceil_div
 
 #: Pointers of a launch: those of `host`, and the row after each expert's last one.
 POINTERS = (*host.POINTERS, "ends")

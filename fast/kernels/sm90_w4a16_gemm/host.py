@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sm90_w4a16_gemm.schedule import Grid, Schedule, grid_of, scheduled
-from fast.kernels.sm90_w4a16_gemm.select import choose, ratio_of
+from fast.kernels.sm90_w4a16_gemm.select import Grid, Schedule, choose, grid_of, ratio_of, scheduled
 from fast.kernels.sm90_w4a16_gemm.variants import (
     ATOM,
     KERNEL,

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from fast.cost import Coefficients
-from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.kernels.sm90_intn_small_m import host as sm90_intn_small_m
@@ -41,7 +40,7 @@ from fast.kernels.triton_gemv.plain import triton_gemm_small_m_kernel, triton_ge
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch
 from fast.launch.hopper import MULTIPROCESSORS
-from fast.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks

@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, float_of, is_nan
-from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scales import exact_scale, stored_scale
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90.bf16x2 import narrowed
 from fast.kernels.triton_scaled_mm.host import ELEMENTS, INTEGER, STEP
 from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, DescriptorLaunch, Matrix, interpreted, same_device
+from fast.launch.launcher import UNFUSED, DescriptorLaunch, Matrix, ceil_div, interpreted, same_device
 from reference.layers.block_norm import SIXTH
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import SCHEMES

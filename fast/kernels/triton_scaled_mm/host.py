@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.triton_scaled_mm.kernel import (
     add_parts_kernel,
     triton_int_scaled_mm_kernel,
@@ -16,7 +15,7 @@ from fast.kernels.triton_scaled_mm.kernel import (
 )
 from fast.kernels.triton_scaled_mm.tiles import TOGETHER, Tile, int_tile_of, tile_of
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, interpreted, same_device
+from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, ceil_div, interpreted, same_device
 from reference import Quantized, Scheme
 
 #: Elements that the kernels take, and torch's dtypes of them: 8-bit floats by each other, int8 by int8.

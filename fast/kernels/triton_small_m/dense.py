@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.triton_small_m.decode import (
     half_elements,
     has_factors,
@@ -31,7 +30,7 @@ from fast.kernels.triton_small_m.decode import (
 from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
 from fast.kernels.triton_small_m.product import lacking, zero_points_of
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted
 
 #: Rows and columns of a program's tile, and its warps.
 BLOCK_N, BLOCK_K, WARPS = 64, 128, 4

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.triton_small_m.layout import ArrangedWeight, arrange, filled
 from fast.kernels.triton_small_m.product import sum_splits_kernel, triton_small_m_kernel
 from fast.kernels.triton_small_m.tilings import Tiling, candidates, tiling_of
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
 
 #: The most rows of X; beyond, a product with the dense weight is no slower.
 MOST_ROWS = 128

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import product
 
 from fast.cost import Coefficients, Time, first_row
-from fast.kernels.quantize.geometry import ceil_div
+from fast.launch.launcher import ceil_div
 
 C = Coefficients("triton_small_m")
 #: Multiprocessors.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import add_product, launch_for
 from fast.kernels.triton_sparse24_small_m import arrange
 from fast.kernels.triton_sparse24_small_m.dense import COLUMNS as PAIR
@@ -19,7 +18,7 @@ from fast.kernels.triton_sparse24_small_m.mma_sparse import (
 from fast.kernels.triton_sparse24_small_m.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64

@@ -28,9 +28,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fast.cost import Coefficients
-from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.triton_sparse24_small_m.mma_sparse import COLUMNS
 from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
+from fast.launch.launcher import ceil_div
 
 C = Coefficients("triton_sparse24_small_m")
 

@@ -26,23 +26,22 @@ import numpy as np
 import torch
 
 import reference
-from fast.dispatch import Function, execute, require_tensor, run
+from fast.dispatch import Function, execute, has_float_inputs, require_tensor, run
 from fast.gemm.choose import choose
-from fast.gemm.families import SM90_W4A16_GEMM
-from fast.gemm.problem import of_preshuffled
+from fast.gemm.families import SM90_W4A16_GEMM, of_preshuffled
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import LINEAR_SMALL, STORED, restored, weight_of
 from fast.matmul.weights import (
     Operands,
     Values,
-    has_float_inputs,
     parts,
     refuse_scale_gradients,
     times_weight,
 )
 from fast.ops import record_name, register
 from fast.quantize.fake_quantize import FAKE_QUANTIZE, VJP_OP
+from fast.scale_factors import form_of
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear, result_dtype
 from reference.schemes.schemes import record_of
@@ -175,7 +174,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     if not has_float_inputs(x, bias):
         return None
     scheme, kind = _scheme(values)
-    arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
+    arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *form_of(record, w.shape[1]))  # type: ignore[arg-type]
     if x.numel():
         families = [
             family.name for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype))

@@ -12,12 +12,12 @@ import torch
 import reference
 from fast.dispatch import Function, execute, run
 from fast.gemm.choose import choose
-from fast.gemm.families import SM90_W4A16_GEMM
-from fast.gemm.problem import of_preshuffled
+from fast.gemm.families import SM90_W4A16_GEMM, of_preshuffled
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, STORED, restored, weight_of
 from fast.matmul.weights import Operands, Values, dense, parts, refuse_scale_gradients
 from fast.ops import record_name, register
+from fast.scale_factors import form_of
 from reference import Quantized
 from reference.schemes.schemes import record_of
 
@@ -102,7 +102,7 @@ def _arranged(w: Quantized) -> ArrangedWeight:
     from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     shape = (w.shape[1], w.shape[2])
-    return ArrangedWeight(w.codes, w.scale, w.zero, shape, *layout.form_of(w.scheme, shape[1]))
+    return ArrangedWeight(w.codes, w.scale, w.zero, shape, *form_of(w.scheme, shape[1]))
 
 
 def average_rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:

@@ -30,10 +30,12 @@ import torch
 from fast.dispatch import is_traced
 from fast.scale_factors import (
     BLOCK,
+    ELEMENTS,
     LEAST,
     element_with_factors,
     element_with_levels,
     factors_of,
+    group_of,
     parts_of,
     scales_of,
     scales_with_parts,
@@ -43,8 +45,6 @@ from reference import Quantized, Scheme
 
 #: Rows and columns are filled to multiples of this.
 FILLED = 128
-#: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
-ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
 #: Lengths of experts are multiples of this, 16 bytes, where torch multiplies them made dense (`torch._grouped_mm`).
 GROUPED = 8
 #: Those of 4 bits.
@@ -58,19 +58,6 @@ STORAGES = {
 }  # fmt: skip
 #: Zero points of 4-bit codes that the kernel takes.
 LOWEST, HIGHEST = -8, 7
-
-
-def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
-    """What the elements are to the kernel, and columns of a block: 0 where a row, or the whole weight, is one."""
-    if element_with_levels(scheme) is not None:
-        return "nf4", BLOCK
-    return element_with_factors(scheme) or ELEMENTS[scheme.element], _group(scheme, length)
-
-
-def _group(scheme: Scheme, length: int) -> int:
-    """Columns of a block of rows of a length; 0 where a row, or the whole weight, is one."""
-    block = scheme.scale.block
-    return block if isinstance(block, int) and block not in (-1, length) else 0
 
 
 def filled(length: int) -> int:
@@ -201,7 +188,7 @@ def bytes_of_row(q: Quantized) -> int:
 
 def _blocks_of_row(q: Quantized) -> int:
     """Scales of a row."""
-    group = _group(q.scheme, q.shape[-1])
+    group = group_of(q.scheme, q.shape[-1])
     return q.shape[-1] // group if group else 1
 
 
@@ -319,7 +306,7 @@ def _blocks(values: torch.Tensor, q: Quantized) -> torch.Tensor:
     """Values of blocks (..., N, blocks), or of the whole, as (..., blocks, N), filled by zeros."""
     rows, columns = q.shape[-2:]
     values = values.reshape(1, 1).expand(rows, 1) if values.dim() == 0 else values
-    group = _group(q.scheme, columns)
+    group = group_of(q.scheme, columns)
     missing = (-(-filled(columns) // group) if group else 1) - values.shape[-1], filled(rows) - rows
     if any(missing):
         values = torch.nn.functional.pad(values, (0, missing[0], 0, missing[1]))
@@ -352,7 +339,6 @@ __all__ = [
     "bytes_of_row",
     "filled",
     "filled_codes",
-    "form_of",
     "preshuffled",
     "restored",
     "rows_in_all",

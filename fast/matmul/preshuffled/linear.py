@@ -14,22 +14,21 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, run
+from fast.dispatch import Function, execute, has_float_inputs, run
 from fast.gemm.choose import choose, rows_of_gemm
-from fast.gemm.families import SM90_W4A16_GEMM
-from fast.gemm.problem import of_preshuffled
+from fast.gemm.families import SM90_W4A16_GEMM, of_preshuffled
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.weights import (
     Operands,
     Values,
     dense,
-    has_float_inputs,
     parts,
     refuse_scale_gradients,
     times_weight,
 )
 from fast.ops import record_name, register
+from fast.scale_factors import ELEMENTS, form_of
 from reference import Quantized
 from reference.matmul.linear import check_linear
 from reference.schemes.schemes import record_of
@@ -51,7 +50,7 @@ def weight_of(record: Any, shape: Sequence[int], stored: Sequence[Any]) -> Quant
 def restored(q: Quantized) -> Quantized:
     """A preshuffled weight as it was stored: its codes by a kernel on a GPU."""
     words = layout.atoms_in_all(q.codes)
-    values = (layout.ELEMENTS[q.scheme.element], layout.shape_in_all(q))
+    values = (ELEMENTS[q.scheme.element], layout.shape_in_all(q))
     codes: torch.Tensor = run(CODES, None, values, (words,))
     return layout.restored(q, codes)
 
@@ -61,7 +60,7 @@ def preshuffled(q: Quantized) -> Quantized:
     if layout.unsupported_reason(q) is not None:
         return layout.preshuffled(q)
     codes = layout.rows_in_all(q.codes)
-    words: torch.Tensor = run(WORDS, None, (layout.ELEMENTS[q.scheme.element],), (codes,))
+    words: torch.Tensor = run(WORDS, None, (ELEMENTS[q.scheme.element],), (codes,))
     return layout.preshuffled(q, words)
 
 
@@ -103,7 +102,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
-    arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
+    arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *form_of(record, w.shape[1]))  # type: ignore[arg-type]
     host.check_operands(x, arranged, bias)
     for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype), *values[1:]):
         multiply = family.function("linear")
@@ -248,7 +247,7 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
         return 0
     from fast.kernels.triton_small_m.layout import ArrangedWeight
 
-    form = layout.form_of(w.scheme, w.shape[1])
+    form = form_of(w.scheme, w.shape[1])
     p = of_preshuffled(ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form), 1, dtype)
     return max(MOST_ROWS, rows_of_gemm(p) if SM90_W4A16_GEMM.refusal(p) is None else 0)
 

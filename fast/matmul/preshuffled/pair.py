@@ -14,9 +14,8 @@ import torch
 
 from fast.dispatch import Function, execute, run
 from fast.gemm.choose import choose
-from fast.gemm.problem import of_preshuffled
+from fast.gemm.families import of_preshuffled
 from fast.layers.swiglu import SWIGLU, swiglu, swiglu_vjp
-from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import (
     LINEAR_SMALL,
     LINEAR_SMALL_OP,
@@ -27,6 +26,7 @@ from fast.matmul.preshuffled.linear import (
 )
 from fast.matmul.weights import Operands, Values, parts, refuse_scale_gradients, times_weight
 from fast.ops import record_name, register, strides
+from fast.scale_factors import form_of
 from reference import Quantized
 from reference.layers.swiglu import DTYPES
 from reference.matmul.linear import check_linear
@@ -86,7 +86,7 @@ def _arranged(record: Any, values: Values, operands: Operands) -> list[ArrangedW
     """Both weights as the kernels take them."""
     from fast.kernels.triton_small_m.layout import ArrangedWeight
 
-    form, (_, *stored) = layout.form_of(record, values[0][1]), operands
+    form, (_, *stored) = form_of(record, values[0][1]), operands
     return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]
 
 

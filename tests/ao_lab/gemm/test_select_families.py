@@ -12,7 +12,7 @@ from ao_lab.gemm import choices, codes, dense, select, sparse
 from ao_lab.gemm.choices import Candidate, Choice
 from ao_lab.gemm.dense import is_host
 from ao_lab.tuning import candidates
-from fast.gemm import problem
+from fast.gemm import families as records
 from fast.gemm.choose import codes_of_layer
 from fast.gemm.families import SM90_S8_GEMM, SM90_W4A16_GEMM, SM90_W4A16_GEMV, TRITON_SMALL_M
 from fast.launch import cuda
@@ -30,7 +30,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(sparse, "missing_compiler", lambda: None)
     for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)
-    monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
+    monkeypatch.setattr(records, "device_of", lambda device: records.HOPPER)
 
 
 def layer(config, layout="", shape=(256, 384)):
@@ -198,7 +198,7 @@ def test_what_is_told_of_codes_is_what_is_done(gpu, config):
     scheme = codes.activation(w)
     for rows in (1, 2, 16, 17, 24, 33, 64, 65, 128, 300):
         x = torch.empty((rows, 1024), dtype=BF16, device="meta")
-        p = problem.of_codes(scheme, w.scheme, (1024, 1024), rows, BF16, w.device)
+        p = records.of_codes(scheme, w.scheme, (1024, 1024), rows, BF16, w.device)
         ours = not codes_of_layer(scheme, w.scheme, p).name.startswith("torch")
         assert codes.multiplies_codes(x, w) == ours, rows
 

@@ -35,7 +35,7 @@ from ao_lab.gemm import select
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.api import preshuffle
-from fast.gemm import problem
+from fast.gemm import families
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
@@ -417,11 +417,11 @@ def test_explain_says_up_to_how_many_rows(monkeypatch):
 def test_rows_that_read_the_weight_as_it_is_stored(monkeypatch, name, most):
     """On Hopper where NVRTC is; else, and of other shapes, those of the kernel of few rows."""
     stored = on_device(with_inputs(name, "int8_rowwise", (4096, 4096)).to_layout(LAYOUT).stored)
-    monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
+    monkeypatch.setattr(families, "device_of", lambda device: families.HOPPER)
     assert rows_as_stored(stored, BF16) == most
     assert rows_as_stored(stored, torch.float32) == 0
-    for other in (problem.HOPPER._replace(nvrtc=False), problem.HOPPER._replace(capability=(8, 0))):
-        monkeypatch.setattr(problem, "device_of", lambda device, other=other: other)
+    for other in (families.HOPPER._replace(nvrtc=False), families.HOPPER._replace(capability=(8, 0))):
+        monkeypatch.setattr(families, "device_of", lambda device, other=other: other)
         assert rows_as_stored(stored, BF16) == 128
 
 

@@ -26,10 +26,10 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
-from fast.kernels.quantize.geometry import power_above
 from fast.kernels.quantize.plan import first_level
 from fast.kernels.scheme.constants import constants_of, is_two_level
 from fast.kernels.scheme.fast_path_rules import bounds, has_zero_blocks, outer_bounds
+from fast.launch.launcher import power_above
 from reference import SCHEMES, Scales, Scheme
 from reference.arrays.bridges import to_torch
 from reference.formats.formats import FORMATS, Format

@@ -26,10 +26,11 @@ from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
-from fast.kernels.quantize.geometry import Geometry, power_above
+from fast.kernels.quantize.geometry import Geometry
 from fast.kernels.scheme.constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES
 from fast.kernels.sm90.codebooks import CENTER, CUBIC, LINEAR
+from fast.launch.launcher import power_above
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.arrays.bridges import to_torch
 from tests.emulator import ptx_interpreter

@@ -23,17 +23,17 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels import exact_inputs as inputs_host
 from fast.kernels.exact_inputs import row_codes_kernel
-from fast.kernels.quantize.geometry import power_above
 from fast.kernels.scheme.constants import block_op, constants_of
 from fast.kernels.triton_small_m import grouped, host, pair
 from fast.kernels.triton_small_m.dense import arranged_dense
 from fast.kernels.triton_small_m.layout import restored_codes
 from fast.kernels.triton_small_m.tilings import Tiling
+from fast.launch.launcher import power_above
 from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.dynamic import CODES, kind_of, linear_small_dynamic
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
-from fast.scale_factors import LEAST, SECOND, TERMS
+from fast.scale_factors import LEAST, SECOND, TERMS, form_of
 from reference import Quantized, Scheme
 from tests.emulator import ptx_interpreter
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
@@ -301,7 +301,7 @@ def tensors_of_experts(name: str, rows_of_weight: int, length: int) -> None:
                 or outside(linear_small(rows, t[at].stored), rows, plain[at].quantized, None) == 0
             )
         experts = grouped.ArrangedWeight(
-            t.codes, t.scale, t.zero, (rows_of_weight, length), *layout.form_of(named(name), length)
+            t.codes, t.scale, t.zero, (rows_of_weight, length), *form_of(named(name), length)
         )
         assert_same_bits(made, grouped.grouped_linear_small(x, experts, ends))
     many = inputs(3 * 64 + 1, length, BF16)
@@ -314,7 +314,7 @@ def tensors_of_experts(name: str, rows_of_weight: int, length: int) -> None:
 def preshuffled(name: str, n: int, length: int) -> None:
     """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
     w = exact_weight(named(name), n, length)
-    stored, form = layout.preshuffled(w), layout.form_of(named(name), length)
+    stored, form = layout.preshuffled(w), form_of(named(name), length)
     own = grouped.ArrangedWeight(stored.codes, stored.scale, stored.zero, (n, length), *form)
     arranged = host.arrange(w) or own
     for made, kernel in ((stored.codes, arranged.words), (stored.scale, arranged.scale)):

@@ -15,7 +15,7 @@ from ao_lab.config.recipe import named
 from experiments.report import families as families_page
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose
-from fast.gemm.problem import (
+from fast.gemm.families import (
     CODES,
     HOPPER,
     PRESHUFFLED,

@@ -15,8 +15,7 @@ if platform.system() != "Linux":
 from ao_lab.testing.strategies import assert_same_bits
 from experiments.report.families import WEIGHTS, problem_of
 from fast import cost
-from fast.gemm.families import FAMILIES, HALVES
-from fast.gemm.problem import HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE, SPARSE_INT4, Device
+from fast.gemm.families import FAMILIES, HALVES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE, SPARSE_INT4, Device
 from reference import SCHEMES as SCHEME
 from tests.fast.kernels.compiling.kernel_samples import by_day
 from tests.fast.kernels.sm90.machine_code import compiled, complaints

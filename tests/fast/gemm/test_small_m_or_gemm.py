@@ -5,7 +5,7 @@ import torch
 
 from fast.cost import first_row
 from fast.gemm import choose
-from fast.gemm.problem import HOPPER, PRESHUFFLED, Problem
+from fast.gemm.families import HOPPER, PRESHUFFLED, Problem
 from fast.kernels.sm90_w4a16_gemm.select import C, microseconds_of_few
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
 from fast.kernels.triton_small_m import tilings

@@ -22,8 +22,7 @@ from ao_lab import Recipe
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.tensor.quantized_tensor import from_quantized
 from fast.gemm.choose import choose
-from fast.gemm.families import TORCH_DEQUANTIZE
-from fast.gemm.problem import of_stored
+from fast.gemm.families import TORCH_DEQUANTIZE, of_stored
 from reference import Quantized, Scheme
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings, outcome

@@ -18,7 +18,7 @@ import fast
 import reference
 from ao_lab import SchemeConfig, compile_options, quantize_
 from fast.gemm.choose import choose
-from fast.gemm.problem import of_preshuffled
+from fast.gemm.families import of_preshuffled
 from fast.kernels.triton_small_m import host, pair
 from fast.kernels.triton_small_m.layout import ArrangedWeight, arrange
 from fast.kernels.triton_small_m.tilings import Tiling

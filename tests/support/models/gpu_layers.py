@@ -18,7 +18,7 @@ from ao_lab.gemm import codes, select
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
-from fast.gemm import choose, problem
+from fast.gemm import choose, families
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from fast.kernels.sm90_s8_gemm.variants import fitted
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
@@ -100,7 +100,7 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
             "tensor_map": lambda address, *rest: struct.pack("=q120x", address),
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
-    monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
+    monkeypatch.setattr(families, "device_of", lambda device: families.HOPPER)
     monkeypatch.setattr(choose, "rows_of_gemm", lambda p: p.rows)
     monkeypatch.setattr(choose, "_gemv_is_faster", lambda p: False)
     monkeypatch.setattr(

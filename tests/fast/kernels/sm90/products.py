@@ -11,7 +11,7 @@ import torch
 
 import reference
 from fast.gemm import families
-from fast.gemm.problem import CODES, PLAIN, SPARSE, SPARSE_INT4
+from fast.gemm.families import CODES, PLAIN, SPARSE, SPARSE_INT4
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_s8_gemm.variants import Problem
@@ -25,6 +25,7 @@ from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
+from fast.scale_factors import form_of
 from reference import Quantized, Scheme
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.stand_in import StandIn
@@ -43,7 +44,7 @@ def require_nvrtc() -> None:
 def arranged(w: Quantized) -> ArrangedWeight:
     """A preshuffled weight as kernels take it."""
     q = layout.preshuffled(w)
-    return ArrangedWeight(q.codes, q.scale, q.zero, tuple(q.shape), *layout.form_of(q.scheme, q.shape[1]))  # type: ignore[arg-type]
+    return ArrangedWeight(q.codes, q.scale, q.zero, tuple(q.shape), *form_of(q.scheme, q.shape[1]))  # type: ignore[arg-type]
 
 
 def w4a16_gemv(

@@ -12,13 +12,14 @@ from fast.kernels.sm90_sparse24_gemm.host import programs_of as sparse_programs_
 from fast.kernels.sm90_sparse24_gemm.variants import Variant as SparseVariant
 from fast.kernels.sm90_sparse24_gemm.variants import cycles, terms
 from fast.kernels.sm90_w4a16_gemm import host
-from fast.kernels.sm90_w4a16_gemm.schedule import grid_of, scheduled
 from fast.kernels.sm90_w4a16_gemm.select import (
     C,
     candidates,
     choose,
+    grid_of,
     nanoseconds,
     ratio_of,
+    scheduled,
     stage,
     step_of_few,
 )

@@ -10,7 +10,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
-from fast.gemm.problem import HOPPER
+from fast.gemm.families import HOPPER
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant

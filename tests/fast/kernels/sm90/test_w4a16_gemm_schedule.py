@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_w4a16_gemm.schedule import (
+from fast.kernels.sm90_w4a16_gemm.select import (
     Grid,
     Schedule,
     cuts,

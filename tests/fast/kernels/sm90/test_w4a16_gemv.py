@@ -11,7 +11,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_w4a16_gemv.variants import ATOMS, Direct, Variant
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
-from fast.scale_factors import SECOND, TERMS
+from fast.scale_factors import SECOND, TERMS, form_of
 from tests.emulator.device.machine import Machine
 from tests.emulator.faults import assert_shown, at_night, by_product
 from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemv
@@ -159,7 +159,7 @@ def test_every_code_is_exact_under_its_factor(scheme, variant):
     """The weight's own scale, too."""
     require_nvrtc()
     w = exact_weight(named(scheme), 128, 128)
-    w.codes[:] = every_byte(128, 128, *layout.form_of(w.scheme, 128))[0]
+    w.codes[:] = every_byte(128, 128, *form_of(w.scheme, 128))[0]
     x, held, own = torch.eye(16, 128, dtype=BF16), arranged(w), 1.0
     if isinstance(variant, Direct):
         held.scale.view(torch.float32)[0] = own = 2.0
