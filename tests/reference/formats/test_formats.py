@@ -3,6 +3,8 @@ tables against the published figures, ml_dtypes, gfloat and exact fractions."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 from math import floor, isnan, log2
@@ -15,6 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from reference.formats import formats
 from reference.formats.encode import decode, encode
 from reference.formats.formats import FORMATS, Format, format_of
 from tests.support import oracles
@@ -347,3 +350,25 @@ def test_format_of() -> None:
     for wrong in (8, None, np.float32):
         with pytest.raises(TypeError, match="a format is given by name or as a record"):
             format_of(wrong)  # type: ignore[arg-type]
+
+
+# Maps of optimizers' states: the tables that torchao computes, in the table of formats whatever was imported.
+
+
+@pytest.mark.parametrize(("signed", "exponents", "bits"), [(True, 7, 8), (False, 7, 8), (True, 3, 4)])
+def test_dynamic_maps_are_torchaos(signed, exponents, bits):
+    other = pytest.importorskip("torchao.optim.quant_utils")
+    assert list(formats.dynamic_map(signed, exponents, bits)) == other.create_dynamic_map(
+        signed, exponents, bits
+    )
+
+
+def test_4_bits_of_the_second_moment_are_torchaos_and_have_no_zero():
+    assert FORMATS["linear4_unsigned"].table == tuple(torch.linspace(0, 1, 17)[1:].tolist())
+
+
+def test_formats_do_not_depend_on_what_was_imported():
+    code = "import reference; names = set(reference.FORMATS); import reference.optim.states; "
+    code += "assert names == set(reference.FORMATS), names ^ set(reference.FORMATS)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {name for name, *_ in formats.CODEBOOKS} <= set(FORMATS)
