@@ -1,12 +1,15 @@
-"""On a GPU: which kernels one step of a model over a long context consists of, and how long each takes, by method.
+"""On a GPU: which kernels one step of a model over a long context consists of, and how long each takes, by method; before that,
+whether `GreedyDecoding` chooses the same tokens captured as launch by launch.
 
     PYTHONPATH=. python tests/gpu/attention/step.py [--layers 4] [--context 131072] [--out FOLDER]
         [--methods "bfloat16" "bfloat16, compiled" "int4 weights, int4" "int4 weights, int4, compiled"]
 
 Methods are those of `ao-lab reproduce kv_cache --only step`, captured as there, of a model of Llama-3.1-8B's shapes with few
 layers, since all are alike. A line for each kernel of a replayed step: how often, microseconds in all; of all together their
-sum, the length of the union of their intervals, and what the step takes by events without the profiler. Rows in FOLDER/step.csv
-(else $OUT).
+sum, the length of the union of their intervals, and what the step takes by events without the profiler. Tokens: of a model of
+two layers, for two prompts one after the other, captured in a CUDA graph and not, compiled and not; by `generate()`, too, which
+multiplies and adds in other orders, so that the share of its tokens that differ is no error. Rows in FOLDER/step.csv (else
+$OUT).
 """
 
 from __future__ import annotations
@@ -22,8 +25,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import torch
+
+from ao_lab.greedy_decoding import GreedyDecoding
+from ao_lab.kv_cache.cache import use_kv_cache_
 from ao_lab.measure.turns import in_turn, watch_of
-from experiments.kv_cache.generation import PLANS, STEPPED, STEPS, Steps
+from experiments.kv_cache.generation import PLANS, STEPPED, STEPS, Case, Steps
 from experiments.ladder.trace import busy, traced
 from tests.gpu.harness.lines import run_parts, say
 
@@ -32,6 +39,38 @@ TRACED, TIMED = 3, 10
 METHODS = ("bfloat16", "bfloat16, compiled", "int4 weights, int4", "int4 weights, int4, compiled")
 #: Letters of a kernel's name that a line has.
 LETTERS = 60
+#: Recipes whose tokens are compared; sequences, tokens of a prompt and new ones.
+RECIPES = ("bfloat16", "fp8", "int4")
+PROMPT, NEW = (2, 300), 100
+
+
+def tokens(case: Case, device: str, recipe: str) -> None:
+    """Those of a captured step and of one that is not, compiled or not; the share that differ from those of `generate()`."""
+    torch.manual_seed(0)
+    model = replace(case, layers=2).model(device)
+    prompts = [torch.randint(3, case.vocabulary, PROMPT, device=device) for _ in range(2)]
+    graphs = (False, True) if device == "cuda" else (False,)
+    for compiled in graphs:
+        options = {"max_length": sum(PROMPT[1:]) + NEW, "kv_cache": recipe, "compiled": compiled}
+        made = [GreedyDecoding(model, captured=captured, **options) for captured in graphs]
+        found = [[one.generate(prompt, NEW) for prompt in prompts] for one in made]
+        same = all(torch.equal(x, y) for x, y in zip(found[0], found[-1], strict=True))
+        say(
+            "tokens",
+            f"{recipe}{', compiled' * compiled}: captured as launch by launch",
+            float(same),
+            "",
+            ok=same,
+        )
+        use_kv_cache_(model, recipe)
+        theirs = model.generate(prompts[0], max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, disable_compile=True,
+                                attention_mask=torch.ones_like(prompts[0]))  # fmt: skip
+        say(
+            "tokens",
+            f"{recipe}{', compiled' * compiled}: unlike generate()",
+            float((theirs != found[0][0]).float().mean()),
+            "",
+        )
 
 
 def begin(steps: Steps, name: str) -> None:
@@ -76,12 +115,16 @@ def main() -> int:
     parser.add_argument(
         "--device", default="cuda", choices=sorted(STEPPED), help="cpu: small layers, to try the program"
     )
+    parser.add_argument("--no-tokens", action="store_true", help="leave out the comparison of tokens")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     asked = parser.parse_args()
     case = STEPPED[asked.device]
     case = replace(case, layers=asked.layers, context=asked.context or case.context)
     steps = Steps(watch_of(asked.device), PLANS[asked.device], case, asked.device)
-    parts = {f"begin {name}": partial(begin, steps, name) for name in asked.methods}
+    parts = {
+        f"tokens {name}": partial(tokens, case, asked.device, name) for name in RECIPES if not asked.no_tokens
+    }
+    parts |= {f"begin {name}": partial(begin, steps, name) for name in asked.methods}
     parts |= {f"profile {name}": partial(profile, steps, name) for name in asked.methods}
     return run_parts(parts, parts, "step.csv", asked.out)
 
