@@ -42,6 +42,14 @@ LETTERS = 60
 #: Recipes whose tokens are compared; sequences, tokens of a prompt and new ones.
 RECIPES = ("bfloat16", "fp8", "int4")
 PROMPT, NEW = (2, 300), 100
+#: Arguments of `generate()`, which is not compiled here.
+GENERATE = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "disable_compile": True,
+}
 
 
 def tokens(case: Case, device: str, recipe: str) -> None:
@@ -63,8 +71,7 @@ def tokens(case: Case, device: str, recipe: str) -> None:
             ok=same,
         )
         use_kv_cache_(model, recipe)
-        theirs = model.generate(prompts[0], max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, disable_compile=True,
-                                attention_mask=torch.ones_like(prompts[0]))  # fmt: skip
+        theirs = model.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), **GENERATE)
         say(
             "tokens",
             f"{recipe}{', compiled' * compiled}: unlike generate()",
