@@ -145,8 +145,8 @@ def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: fl
     around = AROUND * unit
     taken = [(x - around, y - around, x + around, y + around) for x, y in places.values()]
     taken += [(frame.x0, places[one][1] - 1, frame.x1, places[one][1] + 1) for one in points if one.reference]
-    for one, other in pairwise(places[one] for one in best):  # a step goes right, then down
-        taken += [(one[0], one[1] - 1, other[0], one[1] + 1), (other[0] - 1, other[1], other[0] + 1, one[1])]
+    for (x, y), (right, low) in pairwise(places[one] for one in best):  # a step goes right, then down
+        taken += [(x, y - 1, right, y + 1), (right - 1, low, right + 1, y)]
     for one, (x, y) in sorted(places.items(), key=lambda pair: (pair[0] not in best, pair[0].cost)):
         boxes = {at: _box(len(one.name), x, y, at, unit) for at in PLACES}
         inside = {at: box for at, box in boxes.items() if frame.x0 <= box[0] and box[2] <= frame.x1}
