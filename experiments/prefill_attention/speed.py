@@ -112,9 +112,11 @@ def _begin(
 
 def _quantization(q: Tensor, k: Tensor, v: Tensor, recipe: str) -> Call:
     """What a recipe does before its matmuls, on a GPU."""
-    from fast.kernels.attention.quantize_heads import quantize_heads
+    from fast.kernels.attention import prefill, sm90
 
-    return partial(quantize_heads, q, k, v, ATTENTION_RECIPES[recipe])
+    record = ATTENTION_RECIPES[recipe]
+    served = sm90.refusal(q, v, record, None, None) is None
+    return partial(prefill.operands, q, k, v, record, None, sm90.SERVED if served else None)
 
 
 def cosine(y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:

@@ -34,12 +34,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fast.kernels.attention import sm90
+from fast.kernels.attention import sm90, sm90_heads
 from fast.kernels.attention.quantize_heads import (
     TOKENS,
     Heads,
     padded,
     quantize_heads,
+    query_codes,
     tokens_of_scale,
     width_of,
 )
@@ -268,8 +269,37 @@ def attention(
         k, v, offset = k[:, :, start:stop], v[:, :, start:stop], offset - start
         masks = None if masks is None else masks[..., start:stop]
     seen = None if masks is None else masks.any(dim=2).any(dim=1).expand(q.shape[0], -1)
-    heads = quantize_heads(q, k, v, recipe, seen)
+    if plan is None and sm90.refusal(q, v, recipe, window, masks) is None:
+        plan = sm90.SERVED
+    heads = operands(q, k, v, recipe, seen, plan)
     return attended(heads, q, v, recipe, scale, causal, offset, window, masks, k.shape[2], plan)
+
+
+def operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: AttentionRecipe,
+    seen: torch.Tensor | None = None,
+    plan: Plan | sm90.Variant | None = None,
+) -> Heads:
+    """What `attended` multiplies under a plan, by the kernels that it names where they take it; see `quantize_heads`."""
+    inside = isinstance(plan, sm90.Variant) and plan.inside and sm90.takes_queries(q)
+    if (
+        isinstance(plan, sm90.Variant)
+        and plan.heads
+        and seen is None
+        and sm90_heads.refusal(k, v, recipe) is None
+    ):
+        made = sm90_heads.quantized(k, v, recipe, None if inside else q)
+        if made is not None:
+            return made if inside or made.q is not None else _with_queries(made, q, recipe)
+    return quantize_heads(q, k, v, recipe, seen, queries=not inside)
+
+
+def _with_queries(heads: Heads, q: torch.Tensor, recipe: AttentionRecipe) -> Heads:
+    codes, scale = query_codes(q, recipe)
+    return heads._replace(q=codes, q_scale=scale)
 
 
 def _mask_of(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -293,14 +323,18 @@ def attended(
     heads: Heads, q: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe, scale: float, causal: bool, offset: int | None,
     window: int | None, mask: torch.Tensor | None, keys: int, plan: Plan | sm90.Variant | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product of codes; see `attention`. q, v: for their shapes and dtype."""
+    """The product of codes; see `attention`. q, v: for shapes and dtype; heads without codes of queries get them of q."""
     if plan is None and sm90.refusal(q, v, recipe, window, mask) is None:
-        plan = sm90.Variant()
+        plan = sm90.SERVED
     if isinstance(plan, sm90.Variant):
-        y = sm90.attended(heads, q, recipe, scale, causal, offset, keys, plan)
+        variant = plan._replace(inside=heads.q is None)
+        y = sm90.attended(heads, q, recipe, scale, causal, offset, keys, variant)
         if y is not None:
             return y
         plan = None
+    if heads.q is None or heads.q_scale is None:
+        heads = _with_queries(heads, q, recipe)
+    assert heads.q is not None
     (batch, count, queries, width), value_width = q.shape, v.shape[-1]
     groups, d, v_d = count // v.shape[1], width_of(width), width_of(value_width)
     plan = plan_of(max(d, v_d)) if plan is None else plan
@@ -332,4 +366,4 @@ def _e4m3_dtype() -> torch.dtype:
     return torch.uint8 if interpreted() else torch.float8_e4m3fn
 
 
-__all__ = ["TOKENS", "Plan", "attended", "attention", "plan_of", "refusal"]
+__all__ = ["TOKENS", "Plan", "attended", "attention", "operands", "plan_of", "refusal"]

@@ -11,7 +11,8 @@ its thread.
 
 Launches: sums of keys and largest values by channels (`statistics_kernel`, one for a part of the tokens), the mean key
 (`mean_kernel`), codes (`heads_kernel`, `values_kernel`). Codes and scales are those of the block kernel's rules, bit for bit;
-the mean is a float32 sum in an order of its own, and is handed back.
+the mean is a float32 sum in an order of its own, and is handed back. The same in CUDA C++: `sm90_heads`, and queries within
+`sm90_attention.cu`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ LARGEST_FLOAT = tl.constexpr(float(np.finfo(np.float32).max))
 
 
 class Heads(NamedTuple):
-    """Codes and scales as above, and the mean key (B, KV, 1, D) in float32, None where it is not removed."""
+    """Codes and scales as above, and the mean key (B, KV, 1, D) in float32, None where it is not removed.
 
-    q: torch.Tensor
-    q_scale: torch.Tensor
+    q, q_scale: None where a kernel of attention makes them itself.
+    """
+
+    q: torch.Tensor | None
+    q_scale: torch.Tensor | None
     k: torch.Tensor
     k_scale: torch.Tensor
     v: torch.Tensor
@@ -289,15 +293,25 @@ def quantize_heads(
     v: torch.Tensor,
     recipe: AttentionRecipe,
     seen: torch.Tensor | None = None,
+    *,
+    queries: bool = True,
 ) -> Heads:
-    """Codes of q (B, H, T, D), k and v (B, KV, S, D), last strides 1. seen: bool (B, S), keys that any query sees."""
+    """Codes of q (B, H, T, D), k and v (B, KV, S, D), last strides 1. seen: bool (B, S), keys that any query sees.
+
+    queries: whether codes of q are made.
+    """
     seen = None if seen is None else seen.contiguous().view(torch.uint8)
     mean, largest = _statistics(k, v, recipe.center, seen)
-    query, key, value = recipe.schemes
+    _, key, value = recipe.schemes
     return Heads(
-        *_codes(q, None, None, query, recipe.rotate), *_codes(k, mean, seen, key, recipe.rotate),
+        *(query_codes(q, recipe) if queries else (None, None)), *_codes(k, mean, seen, key, recipe.rotate),
         *_values(v, largest, seen, value), mean,
     )  # fmt: skip
+
+
+def query_codes(q: torch.Tensor, recipe: AttentionRecipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of q (B, H, T, D), last stride 1."""
+    return _codes(q, None, None, recipe.schemes[0], recipe.rotate)
 
 
 def padded(length: int) -> int:
@@ -367,4 +381,4 @@ def _values(
     return codes, scale
 
 
-__all__ = ["Heads", "padded", "quantize_heads", "tokens_of_scale", "width_of"]
+__all__ = ["Heads", "padded", "quantize_heads", "query_codes", "tokens_of_scale", "width_of"]

@@ -6,6 +6,7 @@ share the tensor core and the special unit: `sm90_attention.cu`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,18 +23,28 @@ from reference.attention.quantized import LOG2E, AttentionRecipe
 
 #: Channels of a head; queries and keys of a tile; rows of ones behind a tile of values.
 WIDTH, QUERIES, KEYS, ONES = 128, 128, 128, 8
-#: Pointers of a launch, of which the first three are read through their tensor maps.
-POINTERS = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "y")
-#: Numbers of the source's `Problem`.
-NUMBERS = "f9i"
+#: Pointers of a launch, of which the first three are read through their tensor maps; those where queries become codes inside,
+#: of which the first two are.
+POINTERS = ("k", "v", "q", "q_scale", "k_scale", "v_scale", "y")
+POINTERS_INSIDE = ("k", "v", "queries", "k_scale", "v_scale", "y")
+#: Numbers of the source's `Problem`, and the strides of queries that become codes inside.
+NUMBERS, STRIDES = "f9i", "3q"
 #: Bytes of keys and values, of all sequences, that programs at work read together: half of the second-level cache.
 TOGETHER = 24 << 20
 
 
 class Variant(NamedTuple):
-    """stages: of the ring."""
+    """stages: of the ring of keys and values. units: of queries that lie in shared memory, a power of two: where there is one,
+    no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
+
+    heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
+    the whole of attention: what these do not take is made by Triton's kernels.
+    """
 
     stages: int = 4
+    units: int = 1
+    inside: bool = False
+    heads: bool = False
 
     @property
     def cluster(self) -> int:
@@ -49,22 +60,28 @@ class Variant(NamedTuple):
     def shared(self) -> int:
         """Bytes of dynamic shared memory: queries, the ring with scales of keys, barriers, alignment."""
         stage = KEYS * WIDTH + (WIDTH + ONES) * KEYS + 4 * KEYS
-        return QUERIES * WIDTH + self.stages * (stage + 32) + 16 + 1024
+        queries = QUERIES * WIDTH + 16 + 4 * QUERIES * self.inside
+        return self.units * queries + self.stages * (stage + 32) + 1024
 
 
 class Problem(NamedTuple):
-    """What is multiplied: element of queries and keys, dtype of the result, whether each key has a scale, whether causal."""
+    """What is multiplied: element of queries and keys, dtype of the result, whether each key has a scale, whether causal.
+
+    rotate: whether queries that become codes inside are transformed.
+    """
 
     element: str
     out: str
     by_token: bool
     causal: bool
+    rotate: bool = True
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
-        "CAUSAL": int(problem.causal),
+        "CAUSAL": int(problem.causal), "INSIDE": int(variant.inside), "Q_STAGES": variant.units, "ROTATE": int(problem.rotate),
+        "INTEGER": int(problem.element == "int8"), "BF16": int(problem.out == "bfloat16"),
     }  # fmt: skip
 
 
@@ -108,11 +125,18 @@ KERNEL = Kernel(
     "sm90_attention",
     Path(__file__).parent,
     _defines,
+    own=("head_codes.cuh",),
     shared=("copies.cuh",),
     generated=_generated,
     instead="Triton's kernel multiplies",
     fails_whole=True,
 )
+
+
+#: The same, which may begin while the launch in front ends: that of keys and values, never that which made the queries.
+EARLY = replace(KERNEL, programmatic=True)
+#: What serves where nothing else is asked for.
+SERVED = Variant()
 
 
 def refusal(
@@ -137,52 +161,70 @@ def unfit(
     return None
 
 
+def takes_queries(q: torch.Tensor) -> bool:
+    """Whether the kernel can make codes of these queries: 16-bit floats, in rows that begin at multiples of 16 bytes."""
+    steps = (q.data_ptr() // 2, *q.stride()[:3])
+    return q.dtype in (torch.bfloat16, torch.float16) and not any(one % 8 for one in steps)
+
+
 def attended(
     heads: Heads, q: torch.Tensor, recipe: AttentionRecipe, scale: float, causal: bool, offset: int | None, keys: int,
     variant: Variant | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """(B, H, T, D), memory (B, T, H, D), of codes; None where the kernel does not compile or load. q: for shape and dtype."""
-    batch, count, queries, _ = q.shape
-    variant = Variant() if variant is None else variant
+    """(B, H, T, D), memory (B, T, H, D), of codes; None where the kernel does not compile or load.
+
+    q: for shape and dtype; where the variant makes codes inside, what they are made of.
+    """
+    variant = SERVED if variant is None else variant
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
-    problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal)
-    if not cuda.is_loadable(KERNEL, variant, problem, heads.q.get_device(), variant.shared):
+    rotate = recipe.rotate if variant.inside else True
+    problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal, rotate)
+    if not cuda.is_loadable(_kernel(variant), variant, problem, heads.k.get_device(), variant.shared):
         return None
-    groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
-    rows = batch * count
-    together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
-    place = keys - queries if offset is None else offset
-    numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
-
-    units = rows * -(-queries // QUERIES)
-    programs = min(
-        units, cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, heads.q.get_device())
-    )
-
-    def describe(q: int, k: int, v: int) -> bytes:
-        return (
-            tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
-            + tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
-            + tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
-        )
-
-    launch = CudaLaunch(
-        KERNEL, variant, problem, POINTERS, programs, variant.shared, (NUMBERS, numbers),
-        maps=Maps(describe, 3, (0, 1, 2)),
-    )  # fmt: skip
-    call = Call(
-        dict(
-            zip(
-                POINTERS,
-                (heads.q, heads.k, heads.v, heads.q_scale, heads.k_scale, heads.v_scale),
-                strict=False,
-            )
-        )
-    )
+    launch = _launch(heads, q, scale, offset, keys, variant, problem)
+    names = launch.names
+    call = Call({**heads._asdict(), "queries": q}, strided=True)
+    batch, count, queries, _ = q.shape
     call.allocate("y", (batch, queries, count, WIDTH), q.dtype)
-    call.launch(launch, POINTERS)
+    call.launch(launch, names)
     y: torch.Tensor = call.result("y", None, None)
     return y.transpose(1, 2)
 
 
-__all__ = ["KERNEL", "Problem", "Variant", "attended", "refusal", "unfit"]
+def _launch(
+    heads: Heads,
+    q: torch.Tensor,
+    scale: float,
+    offset: int | None,
+    keys: int,
+    variant: Variant,
+    problem: Problem,
+) -> CudaLaunch:
+    """Of all units, as many programs as run at once."""
+    batch, count, queries, _ = q.shape
+    groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
+    rows, place = batch * count, keys - queries if offset is None else offset
+    together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
+    numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
+    units = rows * -(-queries // QUERIES)
+    device = heads.k.get_device()
+    kernel = _kernel(variant)
+    programs = min(units, cuda.clusters_at_once(kernel, variant, problem, variant.shared, device))
+
+    def describe(k: int, v: int, q: int | None = None) -> bytes:
+        found = tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
+        found += tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
+        return found if q is None else found + tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
+
+    names, layout, maps = POINTERS, NUMBERS, Maps(describe, 3, (0, 1, 2))
+    if variant.inside:
+        names, layout, maps = POINTERS_INSIDE, NUMBERS + STRIDES, Maps(describe, 2, (0, 1))
+        numbers += q.stride()[:3]
+    return CudaLaunch(kernel, variant, problem, names, programs, variant.shared, (layout, numbers), maps=maps)
+
+
+def _kernel(variant: Variant) -> Kernel:
+    return EARLY if variant.inside else KERNEL
+
+
+__all__ = ["EARLY", "KERNEL", "SERVED", "Problem", "Variant", "attended", "refusal", "takes_queries", "unfit"]

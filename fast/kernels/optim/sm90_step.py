@@ -62,7 +62,7 @@ class Variant(NamedTuple):
 
 
 #: By bits of codes.
-VARIANTS = {4: Variant(1, 16, 24), 8: Variant(1, 16, 20, 2)}
+VARIANTS = {4: Variant(1, 8, 24), 8: Variant(1, 16, 20, 2)}
 #: Bits of codes that it is known to step faster than Triton's kernel does (reports/LOG.md).
 QUICKER = {4}
 

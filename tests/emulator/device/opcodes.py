@@ -83,6 +83,7 @@ PAIRS: dict[str, Callable[..., int]] = {
 }
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
+    "sub.rn.f32": lambda a, b: a - b,
     "div.rn.f32": lambda a, b: np.float32(a) / np.float32(b),
     # Of a NaN and a number the number.
     "min.f32": np.fmin, "max.f32": np.fmax, "max.NaN.f32": np.maximum,

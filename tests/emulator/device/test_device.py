@@ -61,7 +61,8 @@ INTEGERS += [
     "cvt.s32.s8",
 ]
 FLOATS = [
-    "add.f32", "add.rn.f32", "sub.f32", "mul.f32", "mul.rn.f32", "fma.rn.f32", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32",
+    "add.f32", "add.rn.f32", "sub.f32", "sub.rn.f32", "mul.f32", "mul.rn.f32", "fma.rn.f32",
+    "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32",
     "mul.rn.bf16x2", "add.rn.bf16x2", "fma.rn.bf16x2", "mul.rn.f16x2", "add.rn.f16x2", "fma.rn.f16x2", "mov.f32",
 ]  # fmt: skip
 CHOICES = ["selp.b32", "and.pred", "or.pred", "xor.pred", "not.pred", "mov.pred"]

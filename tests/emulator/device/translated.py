@@ -162,7 +162,7 @@ def _integer(parts: list[str], kind: str, a: list[str]) -> str | None:
 
 def _float(opcode: str, parts: list[str], a: list[str]) -> str | None:
     """Arithmetic of float32, and conversions of it to pairs."""
-    if opcode in ("add.f32", "add.rn.f32", "sub.f32", "mul.f32", "mul.rn.f32"):
+    if opcode in ("add.f32", "add.rn.f32", "sub.f32", "sub.rn.f32", "mul.f32", "mul.rn.f32"):
         sign = {"add": "+", "sub": "-", "mul": "*"}[parts[0]]
         return f"pattern(real({a[0]}) {sign} real({a[1]}))"
     if opcode == "fma.rn.f32":

@@ -4,7 +4,9 @@
         [--recipes int8 int8_block fp8] [--width 128] [--seconds 60] [--out FOLDER]
 
 bits: codes and scales of queries, keys and values equal to the reference's, attention within
-`quantized_attention_error_bound` and the same in 20 repetitions: widths, grouped queries, windows, masks, other lengths. sweep:
+`quantized_attention_error_bound` and the same in 20 repetitions: widths, grouped queries, windows, masks, other lengths; by
+Triton's kernels and by the forms of those in CUDA C++, of which those that make codes of queries inside give what the others
+give, bit for bit. sweep:
 tiles of the matmuls alone, 32 query heads over 8 key heads, causal, --sizes (sequences x tokens): microseconds and TFLOP/s
 (2 T (T + 1) width a head for both matmuls). A line a check or time, and rows in FOLDER/prefill_attention.csv (else $OUT). Times
 beside torch's are experiment `prefill_attention`: `ao-lab reproduce prefill_attention --scale full --only speed`.
@@ -30,6 +32,7 @@ from ao_lab.measure.turns import Call, CudaWatch, Plan, Watch, interleaved, prep
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
 from fast.kernels.attention import prefill, sm90
+from fast.kernels.attention.quantize_heads import Heads as Codes
 from fast.kernels.attention.quantize_heads import quantize_heads
 from reference.attention import quantized as specified
 from reference.attention.quantized import (
@@ -51,6 +54,11 @@ CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
 #: Tiles that are tried: queries, keys, warps, stages.
 TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3),
          (64, 64, 4, 4)]  # fmt: skip
+#: Forms of the kernels in CUDA C++ whose bits are compared.
+FORMS = {
+    "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
+    "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
+}  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
 STAGES = (4, 2, 3, 5)
 REPEATS = 20
@@ -72,13 +80,9 @@ def bits(recipes: list[str]) -> None:
         served = (
             sm90.refusal(q, v, ATTENTION_RECIPES[recipe], options.get("window"), options.get("mask")) is None
         )
-        made = [
-            _checked(recipe, q, k, v, options, plan)
-            for plan in ((None, prefill.plan_of(128)) if served else (None,))
-        ]
-        for kernel, (worst, ratio, equal, same) in zip(
-            ("sm90", "triton") if served else ("triton",), made, strict=True
-        ):
+        plans = {**(FORMS if served else {}), "triton": prefill.plan_of(128) if served else None}
+        for kernel, plan in plans.items():
+            worst, ratio, equal, same = _checked(recipe, q, k, v, options, plan)
             what = f"{kernel} {recipe} D{width} {queries} of {keys} {','.join(given)}"
             say("bits", what, worst, "of the bound", norm=ratio, ok=worst <= 1, codes=equal, repeatable=same)
 
@@ -86,20 +90,23 @@ def bits(recipes: list[str]) -> None:
 def _checked(
     recipe: str, q: Any, k: Any, v: Any, options: dict[str, Any], plan: Any
 ) -> tuple[float, float, bool, bool]:
-    """The error over its bound, and over the result; whether codes are the reference's; whether all repetitions are equal."""
+    """The error over its bound, and over the result; whether codes are the reference's; whether all repetitions are equal, and
+    equal to those under codes of queries that are made before."""
     record, width, (queries, keys) = ATTENTION_RECIPES[recipe], q.shape[-1], (q.shape[2], k.shape[2])
     call = lambda: prefill.attention(q, k, v, record, scale=width**-0.5, plan=plan, **options)  # noqa: E731
     y = call()
     same = all(torch.equal(y, call()) for _ in range(REPEATS))
     # What nobody sees does not count.
     last = keys if options.get("offset") is None else queries + options["offset"]
-    made = quantize_heads(q, k[:, :, :last], v[:, :, :last], record)
+    made = prefill.operands(q, k[:, :, :last], v[:, :, :last], record, None, plan)
     host, mean = [x.cpu() for x in (q, k, v)], None if made.mean is None else made.mean.cpu()
     expected = quantize_operands(host[0], *(x[:, :, :last] for x in host[1:]), recipe, mean=mean)
-    equal = all(
-        np.array_equal(one.codes, codes[:, :, : one.codes.shape[2], :width].cpu())
-        for one, codes in ((expected.q, made.q), (expected.k, made.k))
-    )
+    equal = _equal(expected, made, width)
+    if made.q is None:
+        # Attention of the same codes of keys and values under those of queries that a launch of its own makes.
+        separate = prefill.operands(q, k, v, record, None, plan._replace(inside=False))
+        rest = (width**-0.5, options.get("causal", False), options.get("offset"), None, None, keys)
+        same &= torch.equal(y, prefill.attended(separate, q, v, record, *rest, plan._replace(inside=False)))
     if "mask" in options:
         options = {**options, "mask": options["mask"].cpu().numpy()}
     exact = np.asarray(
@@ -109,6 +116,23 @@ def _checked(
     error = np.abs(y.double().cpu().numpy() - exact)
     worst = float(np.nan_to_num(error / np.where(bound > 0, bound, 2.0**-149), nan=np.inf).max())
     return worst, round(float(np.linalg.norm(error) / np.linalg.norm(exact)), 6), equal, same
+
+
+def _equal(expected: specified.Operands, made: Codes, width: int) -> bool:
+    """Whether codes and scales are those of the reference, values' at the places of their tokens."""
+    found = []
+    for one, codes, scale in ((expected.q, made.q, made.q_scale), (expected.k, made.k, made.k_scale)):
+        if codes is not None:
+            found.append(np.array_equal(one.codes, codes[:, :, : one.codes.shape[2], :width].cpu()))
+            found.append(np.array_equal(one.scale[..., 0], scale[:, :, : one.scale.shape[2]].cpu()))
+    place = torch.arange(made.v.shape[3], device=made.v.device)
+    token = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
+    values = torch.empty_like(made.v)
+    values[..., token] = made.v
+    _, _, tokens, channels = expected.v.codes.shape
+    found.append(np.array_equal(expected.v.codes, values[:, :, :channels, :tokens].mT.cpu()))
+    found.append(np.array_equal(expected.v.scale[:, :, 0], made.v_scale[:, :, :channels].cpu()))
+    return all(found)
 
 
 def rate(size: Size, width: int, us: float) -> float:

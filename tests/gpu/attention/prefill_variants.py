@@ -3,11 +3,14 @@
 `prefill.py --part variants [--sizes 1x8192 1x16384 1x32768] [--seconds 60]`: causal and not, 32 query heads over 8 key heads of
 128 channels, all calls of a size in turn from CUDA graphs. A line a form: microseconds of the matmuls alone (median, 20 and 80
 percent), TFLOP/s, over cuDNN's time alone and with quantization, whether the result is the first form's, bit for bit, and its
-cosine. Ablations change the source: results are wrong, times say what a part costs.
+cosine. `whole, FORM` is all of a call, quantization by the form's kernels included; where these make codes of keys the result
+is the first one's but for the mean key, whose sum has another order. Ablations change the source: results are wrong, times say
+what a part costs.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ao_lab.measure.turns import CudaWatch, Plan, Span, Timing, interleaved, prepare, summary
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
-from fast.kernels.attention import sm90
+from fast.kernels.attention import prefill, sm90
 from fast.kernels.attention.quantize_heads import quantize_heads
 from fast.kernels.attention.sm90 import Problem, Variant
 from fast.launch import cuda
@@ -35,7 +38,16 @@ from tests.gpu.harness.lines import say
 HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
-VARIANTS = {"as served": Variant(), "three stages": Variant(stages=3)}
+VARIANTS = {
+    "as served": Variant(), "two units": Variant(units=2), "queries inside": Variant(units=4, inside=True),
+    "queries inside, three stages": Variant(3, units=4, inside=True),
+    "queries inside, two units": Variant(units=2, inside=True),
+}  # fmt: skip
+#: Forms of all of a call.
+WHOLE = {
+    "as served": Variant(), "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
+    "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
+}  # fmt: skip
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
     ("expect_bytes(ring.full_v + 8 * at.stage, V_BYTES);", "expect_bytes(ring.full_v + 8 * at.stage, 0);"),
@@ -124,13 +136,18 @@ def measure(
     }
     for name, (kernel, variant) in made.items():
         calls[name] = partial(_attended, kernel, heads, q, record, causal, size.tokens, variant)
+    whole = {f"whole, {name}": variant for name, variant in WHOLE.items()}
+    for name, variant in whole.items():
+        calls[name] = partial(
+            prefill.attention, q, k, v, record, scale=128**-0.5, causal=causal, plan=variant
+        )
     expected = calls[PEER]().float().flatten()
     spans: dict[str, Span] = {}
     notes: dict[str, dict[str, Any]] = {}
     first = None
     for name, call in calls.items():
         print(f"... {size.tokens} {name}", flush=True)
-        if name in made and name not in ABLATIONS:
+        if name in whole or (name in made and name not in ABLATIONS):
             y = call()
             first = y if first is None else first
             cosine = torch.nn.functional.cosine_similarity(expected, y.float().flatten(), 0).item()
@@ -158,7 +175,9 @@ def _lines(
     for name, found in times.items():
         us = found.median * 1e6
         more = {"low": round(found.low * 1e6, 1), "high": round(found.high * 1e6, 1)}
-        if name != QUANTIZATION:
+        if name.startswith("whole"):
+            more |= {"whole": round(peer / found.median, 3)}
+        elif name != QUANTIZATION:
             more |= {"TFLOPs": round(count / us / 1e6, 1), "alone": round(peer / found.median, 3)}
             more |= {"whole": round(peer / (found.median + quantization), 3)}
         say(
@@ -172,23 +191,18 @@ def _lines(
 
 
 def quantization(sizes: list[Size], calls: int = 10) -> None:
-    """What each kernel of `quantize_heads` takes, by torch's profiler."""
-    for size in sizes:
+    """What each kernel of quantization takes in the forms of all of a call, by torch's profiler."""
+    for size, form in itertools.product(sizes, WHOLE):
         q, k, v = states(size, HEADS, "cuda")
-        call = partial(quantize_heads, q, k, v, ATTENTION_RECIPES[RECIPE])
+        call = partial(prefill.operands, q, k, v, ATTENTION_RECIPES[RECIPE], None, WHOLE[form])
         call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(calls):
                 call()
             torch.cuda.synchronize()
         for one in profile.key_averages():
-            say(
-                "quantization",
-                f"{size.tokens} {one.key[:40]}",
-                one.device_time_total / calls,
-                "us",
-                count=one.count // calls,
-            )
+            what = f"{size.tokens} {form}: {one.key[:40]}"
+            say("quantization", what, one.device_time_total / calls, "us", count=one.count // calls)
 
 
 def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) -> None:
@@ -202,4 +216,4 @@ def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) 
                 measure(size, causal, tried, seconds / (2 * len(sizes)))
 
 
-__all__ = ["ABLATIONS", "VARIANTS", "changed", "quantization", "variants"]
+__all__ = ["ABLATIONS", "VARIANTS", "WHOLE", "changed", "quantization", "variants"]
