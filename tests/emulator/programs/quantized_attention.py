@@ -91,7 +91,9 @@ def attend(name):
         k[:, :, queries + options["offset"] :] = torch.nan
     plan, made = prefill.Plan(*tile, 4, 1), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "quantize_heads", lambda *x: made.append(quantize_heads(*x)) or made[-1])
+        patch.setattr(
+            prefill, "quantize_heads", lambda *x, **more: made.append(quantize_heads(*x, **more)) or made[-1]
+        )
         y = prefill.attention(q, k, v, ATTENTION_RECIPES[recipe], scale=width**-0.5, plan=plan, **options)
     if "mask" in options:
         options["mask"] = options["mask"].numpy()
