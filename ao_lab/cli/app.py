@@ -78,14 +78,20 @@ def formats(
 @app.command()
 def schemes(
     name: Annotated[
-        str | None, typer.Argument(help="A scheme such as mxfp8_e4m3. Default: all of them.")
+        str | None,
+        typer.Argument(
+            help="A scheme such as mxfp8_e4m3, or a prefix such as torchao. Default: those of ao_lab."
+        ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the schemes that follow other libraries.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List quantization schemes (element format, scales, zero points); with a name, all its fields."""
-    from ao_lab.cli.listings import show_schemes
+    """List quantization schemes (element format, scales, zero points); with a name, what its fields say."""
+    from ao_lab.cli.schemes import show_schemes
 
-    show_schemes(name, as_json)
+    show_schemes(name, as_json, everything)
 
 
 @app.command()
@@ -200,7 +206,8 @@ def quantize(
 
     # Before what takes seconds to import.
     check_new_folder(out_dir)
-    with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
+    kept = f"nothing was written to {out_dir}"
+    with work("quantize", kept, as_json, resume), whole_or_nothing(out_dir):
         from ao_lab.cli.calibration import Calibration
 
         where = device.value if device else None

@@ -1,4 +1,4 @@
-"""`ao-lab formats`, `ao-lab schemes` and `ao-lab configs`: the records of the specification, and what `--config` takes.
+"""`ao-lab formats` and `ao-lab configs`: the number formats of the specification, and what `--config` takes.
 
 Everything shown is read from the records in `reference` and from the configurations; no number is typed here.
 """
@@ -16,7 +16,6 @@ from ao_lab.cli.terminal import WrongInput, console, number, print_json, print_t
 if TYPE_CHECKING:
     from ao_lab.config.base import Config
     from reference.formats.formats import Format
-    from reference.schemes.schemes import Scheme
 
 # Formats of up to this many bits are shown code by code, wider ones by their landmarks.
 TABLE_BITS = 8
@@ -150,52 +149,6 @@ def print_values(record: Format) -> None:
     ]
     console().print(f"{title}: code, bits, value")
     console().print(Columns(cells, column_first=True, padding=(0, 4)))
-
-
-def show_schemes(name: str | None, as_json: bool) -> None:
-    """All schemes as a table, or one record whole."""
-    from reference import SCHEMES
-
-    if name is not None:
-        record = dataclasses.asdict(known(name, SCHEMES, "scheme"))
-        if as_json:
-            print_json(record)
-        else:
-            rows = [[key, field_text(value)] for key, value in flat_fields(record)]
-            print_table(f"Scheme {record['name']}", ["field", "value"], rows)
-    elif as_json:
-        print_json([dataclasses.asdict(record) for record in SCHEMES.values()])
-    else:
-        columns = ["scheme", "element", "block", "scale", "stored as", "also"]
-        print_table("Schemes", columns, [scheme_cells(record) for record in SCHEMES.values()])
-
-
-def scheme_cells(record: Scheme) -> list[str]:
-    """One scheme as a line of the table."""
-    also = [f"outer scale per {record.outer.block}"] if record.outer else []
-    also += [f"zero point as {record.zero.rule}"] if record.zero else []
-    also += [f"deviations: {len(record.deviations)}"] if record.deviations else []
-    scale = record.scale
-    rule = f"{scale.statistic}/{number(scale.target)} {scale.rule}"
-    return [record.name, record.element, str(scale.block), rule, scale.storage, ", ".join(also)]
-
-
-def flat_fields(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The fields in order, nested ones with their path."""
-    fields: list[tuple[str, Any]] = []
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            fields += flat_fields(value, f"{prefix}{key}.")
-        else:
-            fields.append((prefix + key, value))
-    return fields
-
-
-def field_text(value: Any) -> str:
-    """A field's value as text."""
-    if value is None or value == ():
-        return "-"
-    return "; ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 # `ao-lab configs`: the configurations that `--config` takes, their options and defaults, and the nearest to a wrong name.

@@ -236,14 +236,30 @@ def empty(folder: Path) -> None:
 
 
 @contextmanager
-def work(name: str, kept: str, as_json: bool) -> Iterator[None]:
-    """Lines about the command `name` (on a terminal too beside JSON, where there are no bars); `kept` where it is stopped."""
-    with when_stopped(lambda: f"{kept}; the same command starts again"), lines(name, always=as_json):
+def work(name: str, kept: str, as_json: bool, resume: Path | None = None) -> Iterator[None]:
+    """Lines about the command `name` (on a terminal too beside JSON, where there are no bars); where it is stopped, `kept`.
+    resume: the folder where it keeps blocks that are finished; how many there are is said first, and where it is stopped."""
+    if before := finished_blocks(resume):
+        say(f"resuming: {before} finished blocks in {resume}")
+
+    def told() -> str:
+        if done := finished_blocks(resume):
+            return f"{kept}; {done} finished blocks are in {resume}, the same command continues after them"
+        return f"{kept}; the same command starts again"
+
+    with when_stopped(told), lines(name, always=as_json):
         yield
+
+
+def finished_blocks(folder: Path | None) -> int:
+    """Files of blocks that a calibration has finished."""
+    return 0 if folder is None else sum(1 for _ in folder.glob("block-*.pt"))
 
 
 #: Seconds between two lines.
 INTERVAL = 10.0
+#: Seconds from which on an estimate is said in minutes.
+IN_MINUTES = 120.0
 #: Values of TERM of terminals that cannot move the cursor.
 DUMB = ("dumb", "unknown")
 
@@ -257,6 +273,8 @@ class Work:
     done: int = 0
     word: str = ""
     started: float = field(default_factory=time.monotonic)
+    #: How much was done when a count first came, and when: what was kept of an earlier run has no pace.
+    first: tuple[int, float] | None = None
 
     def step(self, word: str = "") -> None:
         """One more step is done."""
@@ -265,12 +283,21 @@ class Work:
     def at(self, done: int, word: str = "", total: int | None = None) -> None:
         """So many steps are done; a word stays until another comes."""
         self.done, self.word, self.total = done, word or self.word, total or self.total
+        self.first = self.first or (done, time.monotonic())
 
-    def __str__(self) -> str:
-        """As a line says it."""
+    def line(self, began: float) -> str:
+        """As a line says it; began: when the command did, so that one clock runs through all of its works."""
         count = "" if self.total is None else f" {self.done} of {self.total}"
-        parts = [f"{self.name}{count}", self.word, f"{time.monotonic() - self.started:.0f} s"]
+        now = time.monotonic()
+        parts = [f"{self.name}{count}", self.word, f"{now - began:.0f} s", self._left(now)]
         return ", ".join(part for part in parts if part)
+
+    def _left(self, now: float) -> str:
+        """About how long the rest takes, at the pace since the first count; "" where there is none to judge by."""
+        if self.total is None or self.first is None or not self.first[0] < self.done < self.total:
+            return ""
+        left = (now - self.first[1]) * (self.total - self.done) / (self.done - self.first[0])
+        return f"about {left:.0f} s left" if left < IN_MINUTES else f"about {left / 60:.0f} min left"
 
 
 class Lines:
@@ -300,7 +327,7 @@ class Lines:
     def _write(self, stop: threading.Event) -> None:
         while not stop.wait(INTERVAL):
             with self.lock:
-                line = str(self.under_way[-1]) if self.under_way else ""
+                line = self.under_way[-1].line(self.under_way[0].started) if self.under_way else ""
             if line:
                 say(line)
 

@@ -5,6 +5,7 @@ What computes is imported when it runs, so that a command that only lists someth
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ao_lab.cli.terminal import (
 from ao_lab.install.extras import check_extra, is_clone
 from experiments.data.corpora import corpora, corpus_record
 from experiments.data.corpus import DEFAULT, CorpusRecord
-from experiments.harness.paths import Paths, shown
+from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL
 from experiments.models.pretrained import MODELS, Pretrained, model_record, pretrained
 
@@ -519,7 +520,9 @@ def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> No
     if as_json:
         print_json({**record.describe(), "folder": str(folder)})
     else:
-        say(f"{record.title} is in {shown(folder)}; any command that takes a model's folder takes it")
+        say(f"{record.title} is ready; any command that takes a model's folder takes it")
+        # The last line of stdout, alone: M=$(ao-lab pretrained NAME | tail -1).
+        sys.stdout.write(f"{folder}\n")
 
 
 def show_models(records: Sequence[Pretrained], as_json: bool) -> None:

@@ -31,7 +31,8 @@ def without(folder: Path, what: str, writers: str) -> str:
     if folder.exists():
         return f"{folder} has {what}; give a folder that {writers} wrote"
     if not ON_HUB.fullmatch(str(folder)):
-        return f"there is no folder {folder}; give a folder that {writers} wrote"
+        named = "" if len(folder.parts) > 1 else ", or one that ao-lab pretrained NAME made"
+        return f"there is no folder {folder}; give a folder that {writers} wrote{named}"
     return (
         f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {folder.name} does, "
         f"then give {folder.name}"

@@ -21,6 +21,7 @@ from ao_lab import __version__
 from ao_lab.cli import doctor, plugins
 from ao_lab.cli.app import main
 from ao_lab.cli.listings import WITHOUT_EFFECT, bit_fields, config_classes, options_of
+from ao_lab.cli.schemes import bits_per_value, block_text, meaning, told_fields
 from ao_lab.cli.terminal import number, strict
 from fast.cpu import capability
 from reference import FORMATS, SCHEMES
@@ -114,9 +115,46 @@ def test_bit_fields(name, code, fields):
 def test_schemes_are_the_records(capsys):
     shown = printed_json(capsys, "schemes")
     assert shown == [strict(dataclasses.asdict(record)) for record in SCHEMES.values()]
-    assert main(["schemes"]) == 0
+    assert main(["schemes", "--all"]) == 0
     out = capsys.readouterr().out
     assert [name for name in SCHEMES if f" {name} " not in out] == []
+
+
+def test_schemes_of_other_libraries_are_shown_by_their_prefix(capsys):
+    assert main(["schemes"]) == 0
+    out, err = capsys.readouterr()
+    assert [name for name in SCHEMES if (f" {name} " in out) != ("." not in name)] == []
+    assert "ao-lab schemes compressed_tensors | hqq | te | torchao; --all lists all" in err
+    assert main(["schemes", "te"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in SCHEMES if (f" {name} " in out) != name.startswith("te.")] == []
+
+
+def test_a_scheme_is_shown_in_words(capsys):
+    """Fields that are as in every scheme are left out; each of the others says what it is."""
+    assert main(["schemes", "nvfp4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "4.5 bits a value; float4_e2m1fn in blocks of 16, one float8_e4m3fn scale each, one float32 outer scale per"
+        in out
+    )
+    assert "scale.target 6.0 what the statistic maps onto" in out
+    assert "codes_from" not in out
+    assert [path for record in SCHEMES.values() for path, _ in told_fields(record) if not meaning(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "block"),
+    [
+        ("nvfp4", 4.5, "16"),
+        ("int8_rowwise", 8, "row"),
+        ("fp8_128x128", 8 + 32 / 2**14, "128 x 128"),
+        ("nf4", 4.125, "64 flat"),
+    ],
+)
+def test_bits_of_a_value(name, bits, block):
+    assert bits_per_value(SCHEMES[name]) == bits
+    assert block_text(SCHEMES[name].scale.block) == block
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))

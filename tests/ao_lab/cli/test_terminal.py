@@ -152,6 +152,39 @@ def test_one_long_step_is_not_silent(capsys, often):
     assert all(re.fullmatch(r"ao-lab: quantize 2 of 7, layers\[0\]\.weight, \d+ s", line) for line in lines)
 
 
+def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_count(monkeypatch):
+    """What an earlier run had done already is no pace."""
+    clock = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+    outer, clock[0] = terminal.Work("quantize", started=0.0), 100.0
+    inner = terminal.Work("blocks", 30, started=100.0)
+    assert inner.line(outer.started) == "blocks 0 of 30, 100 s"
+    inner.at(7)
+    assert inner.line(outer.started) == "blocks 7 of 30, 100 s"
+    clock[0] = 110.0
+    inner.at(9, "gptq")
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 110 s, about 105 s left"
+    clock[0] = 120.0
+    inner.at(9)
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 120 s, about 4 min left"
+
+
+def stopped(folder):
+    """What a calibration that keeps blocks in a folder says when it is stopped."""
+    with terminal.work("quantize", "nothing was written to out", False, folder):
+        raise KeyboardInterrupt
+
+
+def test_a_stopped_calibration_says_which_blocks_are_kept(capsys, tmp_path):
+    with pytest.raises(terminal.Stopped, match=r"nothing was written to out; the same command starts again"):
+        stopped(tmp_path / "kept")
+    assert capsys.readouterr().err == ""
+    (tmp_path / "block-0000.pt").write_bytes(b"")
+    with pytest.raises(terminal.Stopped, match=r"1 finished blocks are in .*, the same command continues"):
+        stopped(tmp_path)
+    assert capsys.readouterr().err == f"ao-lab: resuming: 1 finished blocks in {tmp_path}\n"
+
+
 def test_the_innermost_work_is_told_of(capsys, often):
     with terminal.lines("reproduce"):
         assert "ao-lab: reproduce, " in wait_for(capsys, "reproduce, ")
