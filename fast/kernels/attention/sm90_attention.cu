@@ -72,6 +72,7 @@ struct Place {
 };
 
 // The same of the ring of queries, whose length is a power of two, in one register: how many units there were.
+static_assert((Q_STAGES & (Q_STAGES - 1)) == 0, "a ring of queries of a power of two");
 struct QueryPlace {
   int count = 0;
   __device__ __forceinline__ int stage() const { return count % unsigned(Q_STAGES); }
