@@ -130,7 +130,9 @@ def quantize(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE, an option of the configuration, such as group_size=32; repeatable."),
+        typer.Option(
+            help="group_size=32, for instance: the same as --config 'NAME group_size=32'; repeatable."
+        ),
     ] = None,
     skip: Skip = None,
     sparsity: Annotated[
@@ -159,11 +161,11 @@ def quantize(
         int,
         typer.Option(
             "--windows",
-            "--calibration-windows",
             rich_help_panel=CALIBRATION,
             help="Number of calibration sequences.",
         ),
     ] = 128,
+    calibration_windows: Annotated[int | None, typer.Option("--calibration-windows", hidden=True)] = None,
     length: Annotated[int, typer.Option(rich_help_panel=CALIBRATION, help=LENGTH)] = 512,
     corpus_path: Annotated[
         Path | None,
@@ -211,7 +213,8 @@ def quantize(
         from ao_lab.cli.calibration import Calibration
 
         where = device.value if device else None
-        data = Calibration(calibration, method or [], windows, length, corpus_path, where, resume, stream)
+        count = windows if calibration_windows is None else calibration_windows
+        data = Calibration(calibration, method or [], count, length, corpus_path, where, resume, stream)
         if config is None:
             if plan is None:
                 raise WrongInput(

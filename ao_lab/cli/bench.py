@@ -43,10 +43,10 @@ def command(
         list[str] | None,
         typer.Option(
             "--configs",
-            "--config",
             help="The same as an option: names with commas between, or several times.",
         ),
     ] = None,
+    config: Annotated[list[str] | None, typer.Option("--config", hidden=True)] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(
@@ -87,7 +87,7 @@ def command(
     check_device(device.value if device else None)
     if out is not None:
         check_writable(out, "--out")
-    names = [*(name for given in configs or [] for name in split(given)), *(more or [])]
+    names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
     with (
         when_stopped(lambda: kept_in(out, FILE)),
         track_progress("bench", plain=as_json, transient=True) as work,

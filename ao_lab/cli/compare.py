@@ -49,10 +49,10 @@ def command(
         list[str] | None,
         typer.Option(
             "--configs",
-            "--config",
             help="The same as an option; comma-separated or repeated.",
         ),
     ] = None,
+    config: Annotated[list[str] | None, typer.Option("--config", hidden=True)] = None,
     text: Annotated[
         str | None,
         typer.Option(
@@ -72,8 +72,9 @@ def command(
         typer.Option(help="Quantization algorithm, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
     ] = None,
     calibration_windows: Annotated[
-        int, typer.Option("--calibration-windows", "--windows", help="Number of calibration sequences.")
+        int, typer.Option("--calibration-windows", help="Number of calibration sequences.")
     ] = 128,
+    windows: Annotated[int | None, typer.Option("--windows", hidden=True)] = None,
     limit: Annotated[
         int, typer.Option(help="Number of evaluation sequences (and of examples per harness task).")
     ] = 32,
@@ -117,10 +118,10 @@ def command(
 
     with when_stopped(lambda: kept_in(out, FILE)):
         where = device.value if device else None
-        named = [name for given in configs or [] for name in split(given)]
+        named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,
             text=text, corpus=corpus_path, calibration=calibration, methods=tuple(method or ()),
-            calibration_windows=calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
+            calibration_windows=windows or calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
             tasks=[name for given in tasks or [] for name in split(given)],
             harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path))  # fmt: skip
 

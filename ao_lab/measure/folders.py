@@ -322,5 +322,6 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path | str) ->
     size = None if table is None else table.weight.shape[0]
     if size is not None and int(ids.max()) >= size:
         raise WrongInput(
-            f"the tokenizer of {folder} makes token {int(ids.max())}, the model has {size}; it belongs to another model"
+            f"the tokenizer of {folder} makes token ids up to {int(ids.max())}, the model's embedding has {size} rows; "
+            "it belongs to another model, give the model its own"
         )

@@ -105,8 +105,8 @@ def reproduce(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="With qat or fp8_training --model: text file to fine-tune on; its last tenth is held out. Default: prose "
-            "books, or sympy."
+            help="With ptq --model: text file to evaluate on, as ao-lab compare --eval. With qat or fp8_training --model: one "
+            "to fine-tune on; its last tenth is held out. Default: prose books, or sympy."
         ),
     ] = None,
     reports: Annotated[
@@ -138,7 +138,15 @@ def reproduce(
     where = device.value if device else None
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
     real = real_models(
-        model or [], task or [], windows, length, accept or [], text, peer_python or [], execute
+        model or [],
+        task or [],
+        windows,
+        length,
+        accept or [],
+        text,
+        peer_python or [],
+        execute,
+        tables == ["ptq"],
     )
     if not run_experiments(
         tables or [],

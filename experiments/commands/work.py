@@ -49,10 +49,10 @@ def run_experiments(
 
     corpus: its name, and its folder where it has one. real: models that are measured alone (`real_models`). seconds: after
     which nothing more starts, where that can be. workers: how many trainings run at once, likewise. changed: rows whose code
-    has not changed since are taken as measured. Returns whether no measurement was lost.
+    has not changed since are taken as measured. Returns whether no measurement was lost, and something measured of each.
     """
     from experiments.harness.measuring import LOST
-    from experiments.runs.run import reproduce
+    from experiments.runs.run import NOTHING, reproduce
 
     check_extra("experiments")
     for name in names:
@@ -65,6 +65,7 @@ def run_experiments(
     more |= {**other_text(names, *corpus), **shared(names, workers), "changed": changed}
     folders = paths(reports)
     LOST.clear()
+    NOTHING.clear()
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
@@ -83,7 +84,9 @@ def run_experiments(
         say(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
         )
-    return not LOST
+    for said in NOTHING:
+        say(said)
+    return not LOST and not NOTHING
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
@@ -113,8 +116,10 @@ def real_models(
     text: Path | None = None,
     peers: Sequence[str] = (),
     execute: bool = False,
+    whole: bool = False,
 ) -> Any:
-    """What was asked for of real models; None where nothing was. WrongInput for options without a model."""
+    """What was asked for of real models; None where nothing was. WrongInput for options without a model. whole: all of the text
+    is evaluated on."""
     from experiments.data.texts import OwnText
     from experiments.runs.run import RealModels
 
@@ -126,7 +131,7 @@ def real_models(
             )
         return None
     try:
-        own = None if text is None else OwnText.of(text)
+        own = None if text is None else OwnText.of(text, whole)
         names = ("models", "tasks", "windows", "length", "accept", "peers")
         return RealModels(**dict(zip(names, given, strict=True)), own_text=own, execute=execute)
     except ValueError as error:

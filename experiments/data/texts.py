@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ao_lab.eval import Tokens, built_in, standard_error, windows_of
+from ao_lab.eval import Tokens, built_in, digest, standard_error, windows_of
 from experiments.data.corpora import read
 from experiments.data.corpus import TRAIN, Corpus, SplitCorpus
 
@@ -101,14 +101,16 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class OwnText:
-    """A text of the user's: its name, what models train on, and its end, which is held out."""
+    """A text of the user's: its name, what models train on, and its end, which is held out. whole: nothing trains on it, and
+    all of it is evaluated on, as `ao-lab compare --eval` does."""
 
     name: str
     train: str
     held_out: str
+    whole: bool = False
 
     @classmethod
-    def of(cls, path: Path) -> OwnText:
+    def of(cls, path: Path, whole: bool = False) -> OwnText:
         """The text of a file; ValueError for one that cannot be read as UTF-8, and for one without letters."""
         try:
             text = path.read_text(encoding="utf-8")
@@ -119,11 +121,14 @@ class OwnText:
             raise ValueError(
                 f"--text {path} holds {len(text)} characters; give a text of some thousand words"
             )
-        return cls(re.sub(r"[^\w.+-]+", "_", path.stem) or "text", text[:cut], text[cut:])
+        return cls(re.sub(r"[^\w.+-]+", "_", path.stem) or "text", text[:cut], text[cut:], whole)
 
     @property
     def evaluation(self) -> EvaluationText:
-        """The held-out end as a text to evaluate on."""
+        """What is evaluated on: the held-out end, or all of it."""
+        if self.whole:
+            name = f"{self.name}-{digest(self.train + self.held_out)}"
+            return EvaluationText(name, f"the text {self.name}", (self.train + self.held_out,))
         about = f"the last tenth of the text {self.name}, which no model trains on"
         return EvaluationText(f"{self.name}-held-out", about, (self.held_out,))
 

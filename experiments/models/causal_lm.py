@@ -26,7 +26,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.eval import Sums, exponential, measured
-from ao_lab.measure.folders import encoder, longest
+from ao_lab.measure.folders import check_vocabulary, encoder, longest
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
@@ -239,9 +239,11 @@ class Bench:
     def of(
         cls, model: RealModel, texts: Sequence[EvaluationText], length: int, count: int, device: str
     ) -> Bench:
-        """Load a model and cut the texts into windows."""
+        """Load a model and cut the texts into windows; ValueError where its tokenizer makes tokens that it lacks."""
         windows = windows_for(model, texts, length, count)
         base = load(model, device)
+        for one in windows:
+            check_vocabulary(base, one.ids, model.folder)
         return cls(model, base, Remembered(base, HELD[device]), tuple(windows))
 
     def copy(self) -> nn.Module:

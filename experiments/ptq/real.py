@@ -89,7 +89,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
         Place(one.setting, one.method, settings.seed): one for one in real_tasks(settings, BASES[model.task])
     }
     tables = Tables(EXPERIMENT, settings, KINDS[model.task] + model.name, journal, deadline)
-    return tables.measure(model.name, tasks, load)
+    return tables.measure(model.name, tasks, load, baseline=next(iter(tasks)))
 
 
 def measure(

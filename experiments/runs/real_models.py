@@ -73,8 +73,10 @@ def subject(settings: Settings) -> str:
 
 
 def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:
-    """The texts of a run, the end of the user's own among them."""
+    """The texts of a run: the end of the user's own among them, or all of that alone where nothing trains on it."""
     own = asked_of(settings).own_text
+    if own is not None and own.whole:
+        return (own.evaluation,)
     texts = evaluation_texts(prose_of(settings.text, settings.cache))
     return texts if own is None else (own.evaluation, *texts)
 
@@ -186,14 +188,16 @@ class Tables:
         missing: Callable[[Task], str | None] = lambda task: None,
         *,
         even: bool = False,
+        baseline: Place | None = None,
     ) -> list[Row]:
         """Measure what the journal lacks; returns rows of what failed.
 
-        load: values of the model's file, and what measures a task, by the data of its tables; not called where nothing is left.
-        missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that none starts
-        that would end after the deadline by the longest so far.
+        load: values of the model's file, and what measures a task, by the data of its tables; not called where nothing is
+        left. missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that none
+        starts that would end after the deadline by the longest so far. baseline: what the others are compared with; where it
+        fails they are not run.
         """
-        todo, failed, most = self.left(tasks), list[Row](), 0.0
+        todo, failed, most, broken = self.left(tasks), list[Row](), 0.0, ""
         if not todo:
             return failed
         file, measure = load()
@@ -201,10 +205,12 @@ class Tables:
         with bar(title, len(todo)) as step:
             for place, task in todo.items():
                 started = time.perf_counter()
-                reason = missing(task) or self.deadline.reason(most if even else 0.0)
+                reason = missing(task) or broken or self.deadline.reason(most if even else 0.0)
                 found = {MODEL: status(reason)} if reason else measure(task)
                 for data, values in found.items():
                     keep(self.journal, failed, self.rows(data, place, values))
+                if place == baseline and "status: ok" not in found[MODEL]:
+                    broken = f"not run: {place.method} failed, with which this is compared"
                 free()
                 most = max(most, time.perf_counter() - started)
                 step(f"{place.method}, {place.setting}, seed {place.seed}")

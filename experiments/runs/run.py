@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -44,6 +45,7 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
+from experiments.models.causal_lm import FILE
 from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
 from experiments.models.pretrained import MODELS, check_task
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
@@ -60,9 +62,9 @@ DEVICES = ("cpu", "cuda")
 @dataclass(frozen=True, kw_only=True)
 class RealModels:
     """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
-    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text to
-    fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for `calibration`. execute:
-    whether programs that a model writes are run, for `ptq`."""
+    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text
+    to evaluate or to fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for
+    `calibration`. execute: whether programs that a model writes are run, for `ptq`."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...] = ()
@@ -203,6 +205,12 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
     )
 
 
+#: How the metric of a status begins, how statuses of what was tried and failed do, and letters of a reason.
+STATUS, FAILED, LONGEST = "status: ", ("error", "wrong"), 200
+#: Experiments of which nothing could be measured, with the first reason; `ao-lab reproduce` fails then.
+NOTHING: list[str] = []
+
+
 class TimedTable(Protocol):
     """Methods that are timed in turn, whole or not at all: a kind of table, its data, the setting of all its rows."""
 
@@ -311,9 +319,10 @@ def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> 
         module = registry.EXPERIMENTS[name].run_module()
         # What --only names of a model may be other than the parts of a run without one.
         getattr(module, "check_models", module.check_parts)(only)
-    if real.own_text is not None and list(names) not in (["qat"], ["fp8_training"]):
+    if real.own_text is not None and list(names) not in (["ptq"], ["qat"], ["fp8_training"]):
         raise ValueError(
-            "--text is what a model is fine-tuned on: ao-lab reproduce qat --model DIR --text FILE"
+            "--text is what a model is evaluated on (ao-lab reproduce ptq --model DIR --text FILE), or fine-tuned on (qat or "
+            "fp8_training alone)"
         )
     if real.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
@@ -356,8 +365,30 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     seconds = time.perf_counter() - started
-    done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
-    return [(done, shown(paths.rows(name)))]
+    told = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
+    return [(f"{told}{outcome(name, rows)}", shown(paths.rows(name)))]
+
+
+def outcome(name: str, rows: Sequence[Row]) -> str:
+    """How many measurements have a result, where any failed; "" else. The first reason is said on stderr.
+
+    Where all failed the experiment is remembered in `NOTHING`, and the command fails.
+    """
+    found: dict[Hashable, str] = {}
+    for row in rows:
+        if row.metric.startswith(STATUS) and row.method != FILE:
+            found[row.table, row.setting, row.method, row.seed] = row.metric.removeprefix(STATUS)
+    failed = [reason for reason in found.values() if reason.startswith(FAILED)]
+    if not failed:
+        return ""
+    measured = sum(reason == "ok" for reason in found.values())
+    said = f"{measured} of {len(found)} measured"
+    why = f"{name}: {said}; {shorten(failed[0], LONGEST, placeholder='...')}"
+    if measured:
+        say(why)
+    else:
+        NOTHING.append(why)
+    return f"; {said}"
 
 
 def is_partial(settings: Settings) -> bool:

@@ -330,6 +330,13 @@ def test_help_says_defaults_in_plain_words(capsys):
         assert "Default: " in words
 
 
+def test_options_stand_whole_in_eighty_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("quantize", "compare", "bench"):
+        assert main([name, "--help"]) == 0
+        assert "…" not in capsys.readouterr().out
+
+
 def test_shells_complete_names():
     """What the line that --install-completion writes asks for."""
     given = {"_AO_LAB_COMPLETE": "complete_bash", "COMP_WORDS": "ao-lab conf", "COMP_CWORD": "1"}

@@ -1,11 +1,18 @@
 """The driver of runs on real models: what is measured again, when nothing more starts, what a failure leaves."""
 
-import pytest
+from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
+import torch
+from torch import nn
+
+from experiments.data.texts import OwnText
 from experiments.harness.measuring import Deadline, status
 from experiments.harness.rows import Journal
+from experiments.models import causal_lm
 from experiments.models.causal_lm import FILE, MODEL, Undivided
-from experiments.runs import real_models
+from experiments.runs import real_models, run
 from experiments.runs.real_models import Place, Tables, by_data
 from experiments.runs.run import Settings
 
@@ -92,3 +99,65 @@ def test_a_failure_leaves_its_status_alone(error, word):
 
     assert by_data(work) == {MODEL: status(word)}
     assert set(by_data(lambda found: found.update(values("a")) or {})) == {"text", MODEL}
+
+
+def test_what_is_compared_is_not_run_where_the_baseline_fails(tmp_path):
+    """Five schemes of a model that cannot run would say the same five times."""
+    measured = []
+
+    def measure(task):
+        measured.append(task)
+        return {MODEL: status("error: IndexError: index out of range")}
+
+    made = tables(tmp_path, Journal())
+    failed = made.measure("", TASKS, lambda: ({}, measure), baseline=next(iter(TASKS)))
+    assert measured == ["a"]
+    assert [row.metric for row in failed if row.method == "b"] == [
+        "status: not run: a failed, with which this is compared"
+    ]
+
+
+def test_an_experiment_of_which_nothing_was_measured_fails(tmp_path, monkeypatch, capsys):
+    """Exit code 0 would say that five errors are a result; one result beside an error is one."""
+    settings = Settings(scale="quick", device="cpu", cache=tmp_path)
+
+    def rows(*reasons):
+        return [
+            settings.row("ptq", "real m", MODEL, "weights", str(at), f"status: {reason}", 1.0, "")
+            for at, reason in enumerate(reasons)
+        ] + [settings.row("ptq", "real m", MODEL, FILE, FILE, "status: ok", 1.0, "")]
+
+    monkeypatch.setattr(run, "NOTHING", [])
+    assert run.outcome("ptq", rows("ok", "missing: not divisible")) == ""
+    assert run.outcome("ptq", rows("ok", "error: X: why")) == "; 1 of 2 measured"
+    assert run.NOTHING == []
+    assert "ptq: 1 of 2 measured; error: X: why" in capsys.readouterr().err
+    assert run.outcome("ptq", rows("error: X: why", "not run: late")) == "; 0 of 2 measured"
+    assert run.NOTHING == ["ptq: 0 of 2 measured; error: X: why"]
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_anything_is_measured(monkeypatch):
+    table = nn.Embedding(16, 2)
+    model = SimpleNamespace(folder="m")
+    monkeypatch.setattr(causal_lm, "load", lambda *_: SimpleNamespace(get_input_embeddings=lambda: table))
+    monkeypatch.setattr(
+        causal_lm, "windows_for", lambda *_: [SimpleNamespace(ids=torch.tensor([[3, 49151]]))]
+    )
+    with pytest.raises(ValueError, match="token ids up to 49151, the model's embedding has 16 rows"):
+        causal_lm.Bench.of(model, (), 2, 1, "cpu")
+
+
+def test_ones_own_text_is_evaluated_on_whole_where_nothing_trains_on_it(tmp_path):
+    """As `ao-lab compare --eval` reads it: numbers of both compare."""
+    (tmp_path / "own.txt").write_text("word " * 50)
+    settings = Settings(scale="quick", device="cpu", cache=tmp_path)
+    own = OwnText.of(tmp_path / "own.txt", whole=True)
+    (text,) = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    assert text.documents == ("word " * 50,)
+    assert text.name.startswith("own-")
+    own = OwnText.of(tmp_path / "own.txt")
+    texts = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    assert (texts[0].name, len(texts[0].documents[0])) == ("own-held-out", 25)
+    run.check_asked(["ptq"], run.RealModels(models=("m",), own_text=own), ())
+    with pytest.raises(ValueError, match="evaluated on"):
+        run.check_asked(["decode"], run.RealModels(models=("m",), own_text=own), ())
