@@ -67,6 +67,7 @@ from ao_lab.checkpoint.plain_readers import (
     decoded_in_bfloat16,
     fallback_note,
     flat_inputs,
+    grouped,
     is_adaptable,
     reading,
     refusal,
@@ -99,6 +100,13 @@ class Saved:
     bytes: int
     reasons: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The folder, the layout, and each reason once, with the first weight that it is of and how many."""
+        folder = self.files[0].parent if self.files else ""
+        head = f"{folder}: layout {self.layout}, {len(self.files)} files, weights {self.bytes / 1e6:,.3f} MB"
+        told = [f"  not compressed-tensors: {one}" for one in grouped(self.reasons)]
+        return "\n".join([head, *told, *(f"  {one}" for one in self.limits)])
 
 
 @dataclass

@@ -28,6 +28,7 @@ from ao_lab.checkpoint.io.files import ON_HUB, links_out, page, write_text
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
+from ao_lab.checkpoint.plain_readers import grouped
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
@@ -492,12 +493,12 @@ def differences(contents: Contents, notes: Sequence[str]) -> list[str]:
     """In what the files of plain readers differ from the configuration that was asked for."""
     if not notes or not is_plain(contents) or loader_of(contents.config) is None:
         return []
-    told = "\n".join(f"- {note(one)}" for one in notes)
+    told = "\n".join(f"- {note(one)}" for one in grouped(notes))
     return [f"What differs from the configuration, and from ao_lab:\n\n{told}"]
 
 
 def _why(notes: Sequence[str]) -> str:
-    return f" Why not compressed-tensors: {'; '.join(map(note, notes[:3]))}." if notes else ""
+    return f" Why not compressed-tensors: {'; '.join(map(note, grouped(notes)[:3]))}." if notes else ""
 
 
 def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: str) -> str:

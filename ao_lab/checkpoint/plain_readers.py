@@ -27,6 +27,7 @@ such layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -256,8 +257,29 @@ def is_adaptable(model: torch.nn.Module) -> bool:
     return True
 
 
+#: The shape of a weight in a reason.
+SHAPE = re.compile(r"\b(of )?shape [(\[][^)\]]*[)\]]:? ?")
+
+
+def grouped(reasons: Sequence[str]) -> list[str]:
+    """Each reason once, with the first weight that it is of and how many others; reasons that differ in a shape are one."""
+    found: dict[str, list[str]] = {}
+    for reason in reasons:
+        _, colon, why = reason.partition(": ")
+        found.setdefault(SHAPE.sub("", why if colon else reason), []).append(reason)
+    return [
+        f"{first} (and {len(more)} more weights)"
+        if len(more) > 1
+        else f"{first} (and 1 more weight)"
+        if more
+        else first
+        for first, *more in found.values()
+    ]
+
+
 def fallback_note(reasons: Sequence[str], adaptable: bool) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
+    reasons = grouped(reasons)
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
     way = (
         'For these loaders quantize with config.for_layout("compressed-tensors")'
@@ -275,7 +297,7 @@ def refusal(reasons: Sequence[str], adaptable: bool = True) -> str:
 
     adaptable: whether `for_layout` has a scheme for each of its weights.
     """
-    told = "; ".join(reason.removesuffix(f"; {WAY_OUT}") for reason in reasons[:5])
+    told = "; ".join(reason.removesuffix(f"; {WAY_OUT}") for reason in grouped(reasons)[:5])
     # Some reasons have a way out of their own.
     end = "" if "layout=" in told else f"; {WAY_OUT if adaptable else OWN_LAYOUT}"
     return f"compressed-tensors cannot store this model: {told}{end}"

@@ -77,6 +77,18 @@ class ModelSize:
         """The whole model."""
         return self.of(lambda layer: True).bytes + self.rest
 
+    def __str__(self) -> str:
+        """A line for each scheme, its parameters by bytes, and the whole."""
+        lines = []
+        for scheme, kind in dict.fromkeys((layer.scheme, layer.kind) for layer in self.layers):
+            found = [layer for layer in self.layers if (layer.scheme, layer.kind) == (scheme, kind)]
+            lines.append(
+                (f"{len(found)} {kind}, {scheme or 'not quantized'}", sum(one.size.bytes for one in found))
+            )
+        lines += [("other parameters and buffers", self.rest), ("whole model", self.bytes)]
+        wide = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:{wide}}  {size / 1e6:12,.3f} MB" for name, size in lines)
+
 
 def weight_size(
     shape: Sequence[int], recipe: Recipe | Scheme | str, *, layout: str = "ao_lab", axis: int = -1

@@ -157,10 +157,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SchemeError:
-    """The error of a scheme on some tensors: relative RMS errors, all together and of each by name, and stored bits.
+    """What a scheme loses on some tensors (no exception): relative RMS errors, of all and of each by name, and stored bits.
 
-    total: sqrt(sum (x - q(x))^2 / sum x^2) over all tensors that the scheme takes; tensors: of each of them; refused: names of
-    those whose shapes its blocks do not divide; bits: of storage an element, scales and zero points included.
+    total: the relative RMS error, sqrt(sum (x - q(x))^2 / sum x^2) over all tensors that the scheme takes; tensors: of each
+    of them; refused: names of those whose shapes its blocks do not divide; bits: of storage an element, scales and zero
+    points included.
     """
 
     scheme: str
@@ -168,6 +169,16 @@ class SchemeError:
     tensors: dict[str, float]
     refused: tuple[str, ...]
     bits: float
+
+    def __str__(self) -> str:
+        return f"{self.scheme:32} relative RMS error {self.total:8.3g}, {self.bits:.2f} bits an element"
+
+
+class SchemeErrors(list[SchemeError]):
+    """What `scheme_errors` returns; printed it is a line a scheme."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
 
 
 def scheme_errors(
@@ -191,7 +202,7 @@ def scheme_errors(
         raise WrongInput(
             "there is no weight of a linear layer to draw; give arrays, or a model with nn.Linear"
         )
-    result = []
+    result = SchemeErrors()
     for number, record in enumerate(records):
         progress(record.name, number, len(records))
         result.append(_of_scheme(found, record))

@@ -46,7 +46,8 @@ def probe_kernel(
     accumulation: str = "float32",
     seed: int = 0,
 ) -> KernelReport:
-    """Run a kernel on the cases of the module text and say what is wrong with it.
+    """Run a kernel on inputs of a layer, the same times powers of two, of other lengths and with a NaN in one token, and say
+    what is wrong with it.
 
     kernel(x, w) returns x w.T (M, N). scheme: of x, None: multiplied as it is; weight_scheme: of w, by default as x's. x (M, K)
     and w (N, K): of a layer, arrays or tensors of any float dtype (`Probe.samples` has tokens); without them typical ones of

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name
+from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name, lookup
 from reference.formats.formats import Format, format_of
 
 Array = np.ndarray[Any, Any]
@@ -137,9 +137,14 @@ def fill(
     seed: int = 0,
     fmt: str | Format = "float8_e4m3fn",
 ) -> Array:
-    """An array of one kind (see `KINDS`), the same for the same seed. fmt: the format whose ties are meant."""
+    """An array of one kind, the same for the same seed.
+
+    kind: "zeros", "normals", "ties" and "near_ties" of a format, "wide" (random exponents), "subnormals", "largest" (the last
+    four finite floats), "specials" (NaN and infinities), "bits" (random bit patterns). shape, dtype: float32, bfloat16, float16
+    or float64. fmt: the format whose ties are meant. ValueError for another kind, with the nearest.
+    """
     layout = Layout.of(dtype)
-    result = FILLS[kind](np.random.default_rng(seed), shape, layout, format_of(fmt))
+    result = lookup(kind, FILLS, "kind")(np.random.default_rng(seed), shape, layout, format_of(fmt))
     return np.asarray(result).view(layout.dtype)
 
 

@@ -381,12 +381,17 @@ LONGEST_LIST = 20
 LISTED = ("format", "scheme", "config")
 
 
+#: What a name is that is looked for among other records, by what is looked for; modules of records put it here.
+HINTS: dict[str, Callable[[str], str]] = {}
+
+
 def lookup(name: object, table: Mapping[str, Record], what: str) -> Record:
     """`table[name]`, or ValueError with the nearest names, or where all are listed (TypeError if `name` is no string)."""
     if not isinstance(name, str):
         raise TypeError(f"a {what} is given by name or as a record, got {type(name).__name__}: {name!r}")
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; {_nearest(name, table, what)}")
+        hint = HINTS.get(what.rpartition(" ")[2], lambda name: "")(name)
+        raise ValueError(f"unknown {what} {name!r}; {hint or _nearest(name, table, what)}")
     return table[name]
 
 

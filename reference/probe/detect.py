@@ -60,12 +60,9 @@ class Finding:
         return self.sigmas >= ERRORS and self.error > self.more * self.right
 
     def __str__(self) -> str:
-        said = (
-            "not finite"
-            if self.sigmas == inf
-            else f"{self.error:.3g}, a right kernel {self.right:.3g}, {self.sigmas:.1f} SE"
-        )
-        return f"{self.case}: {self.test} {said}"
+        if self.sigmas == inf:
+            return f"{self.case}: {self.test}"
+        return f"{self.case}: {self.test} {self.error:.3g}, a right kernel {self.right:.3g}, {self.sigmas:.1f} standard errors"
 
 
 def findings(
@@ -84,9 +81,15 @@ def findings(
     finite = np.isfinite(case.right)
     # Beyond the dtype's largest number a kernel may give that or an infinity; such tokens are left out.
     over = finite & (np.abs(rounded(case.right, dtype)) >= largest(dtype))
-    odd = int(np.where(over, np.isnan(y), np.isfinite(y) != finite).sum())
-    if odd:
-        return [Finding(case.name, "elements whose being finite is wrong", odd / y.size, 0.0, inf)]
+    broken = int((finite & np.where(over, np.isnan(y), ~np.isfinite(y))).sum())
+    mended = int((~finite & np.isfinite(y)).sum())
+    if broken or mended:
+        said = (
+            (broken, "inf or NaN where the right ones are finite"),
+            (mended, "finite where the right ones are inf or NaN"),
+        )
+        test = "; ".join(f"{count} of {y.size} outputs are {what}" for count, what in said if count)
+        return [Finding(case.name, test, (broken + mended) / y.size, 0.0, inf)]
     rows = (finite & ~over).all(1)
     if not rows.any():
         return []

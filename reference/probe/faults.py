@@ -187,6 +187,27 @@ def no_scale(case: Case) -> F64:
     return np.asarray(np.asarray(decode(encode(case.x, element), element), np.float64) @ case.b.T)
 
 
+def no_scales_applied(case: Case) -> F64:
+    """The sums are never multiplied by the scales: quantized values alone."""
+    a = case.a if case.scheme is None else unscaled(case.xq)
+    return np.asarray(a @ unscaled(case.wq).T)
+
+
+def input_scale_not_applied(case: Case) -> F64:
+    """The sums are multiplied by the weight's scales alone."""
+    return np.asarray(unscaled(case.xq) @ case.b.T)
+
+
+def weight_scale_not_applied(case: Case) -> F64:
+    """The sums are multiplied by the input's scales alone."""
+    return np.asarray(case.a @ unscaled(case.wq).T)
+
+
+def unscaled(q: Quantized) -> F64:
+    """The numbers that quantized values are, without scales and zero points."""
+    return np.asarray(decode(q.codes, q.scheme.format), np.float64)
+
+
 def no_outer_scale(case: Case) -> F64 | None:
     """The second-level scale of the input left out."""
     outer = case.xq.outer
@@ -225,6 +246,20 @@ def truncated_cast(case: Case) -> F64:
 def dropped_tail(case: Case) -> F64:
     """The last 16 terms of each sum are missing."""
     return np.asarray(case.a[:, :-DROPPED] @ case.b[:, :-DROPPED].T)
+
+
+def dropped_tile(case: Case) -> F64 | None:
+    """The last 64 terms of each sum are missing."""
+    return _without_last(case, TILE)
+
+
+def dropped_block(case: Case) -> F64 | None:
+    """The last 128 terms of each sum are missing."""
+    return _without_last(case, 2 * TILE)
+
+
+def _without_last(case: Case, terms: int) -> F64 | None:
+    return np.asarray(case.a[:, :-terms] @ case.b[:, :-terms].T) if case.a.shape[1] > terms else None
 
 
 def unwritten_rows(case: Case) -> F64 | None:
@@ -311,14 +346,18 @@ RIGHT: Mapping[str, Callable[[Case], F64]] = {
     "powers of two": powers_of_two,
 }
 #: Those that a kernel can have whose input is not quantized.
-OF_ANY = (columns_shifted, dropped_tail, unwritten_rows, lost_part, bfloat16_sums)
+OF_ANY = (
+    columns_shifted, dropped_tail, dropped_tile, dropped_block, unwritten_rows, lost_part, bfloat16_sums, no_scales_applied,
+    weight_scale_not_applied,
+)  # fmt: skip
 #: Every fault by name.
 FAULTS: Mapping[str, Fault] = {
     one.__name__.replace("_", " "): Fault((one.__doc__ or "").split(":")[0].rstrip("."), one, one not in OF_ANY)
     for one in (
         rows_shifted, first_row, columns_shifted, transposed_blocks, last_blocks, upper_bound, stale_scale, no_scale,
-        no_outer_scale, no_zero_point, wrong_maximum, wrong_bias, truncated_cast, dropped_tail, unwritten_rows, lost_part,
-        short_accumulator, bfloat16_sums, nan_to_zero,
+        no_scales_applied, input_scale_not_applied, weight_scale_not_applied, no_outer_scale, no_zero_point, wrong_maximum,
+        wrong_bias, truncated_cast, dropped_tail, dropped_tile, dropped_block, unwritten_rows, lost_part, short_accumulator,
+        bfloat16_sums, nan_to_zero,
     )
 }  # fmt: skip
 

@@ -44,10 +44,11 @@ class Scales:
 class Quantized:
     """A quantized tensor: codes of its elements, scales, zero points and the scheme.
 
-    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
-    is ignored); where `packed`, packed by `reference.pack` along the last axis, shape `packed_shape(shape, element)`.
-    scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
-    `scale` is the tiled layout of a matrix's scales (`tile_scales`), flat.
+    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above
+    them is ignored); where `packed`, packed by `reference.pack` along the last axis, shape `packed_shape(shape, element)`.
+    scale, outer, zero: as in `Scales`; of most schemes bit patterns in uint8 too (`decode(q.scale, q.scheme.scale.storage)`
+    gives their values). shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether `scale` is the
+    tiled layout of a matrix's scales (`tile_scales`), flat.
     """
 
     codes: Any

@@ -24,7 +24,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, TypeVar
 
-from reference.arrays.namespace import choice, lookup
+from reference.arrays.namespace import HINTS, choice, lookup
 from reference.formats.encode import MODES, OVERFLOWS
 from reference.formats.formats import BUILT_IN as BUILT_IN_FORMATS
 from reference.formats.formats import FORMATS, Format, format_name, format_of
@@ -275,6 +275,22 @@ def scheme_fields(scheme: Scheme) -> dict[str, Any]:
 def scheme_of(scheme: str | Scheme) -> Scheme:
     """The record of a name; a record passes through. Unknown names raise ValueError with the nearest ones."""
     return scheme if isinstance(scheme, Scheme) else lookup(scheme, SCHEMES, "scheme")
+
+
+def _scheme_not_format(name: str) -> str:
+    return f"{name} is a scheme; its elements are {SCHEMES[name].format.name}" if name in SCHEMES else ""
+
+
+def _format_not_scheme(name: str) -> str:
+    if name not in FORMATS:
+        return ""
+    having = [one.name for one in SCHEMES.values() if one.format.name == name and "." not in one.name]
+    return f"{name} is a format; schemes with such elements are {', '.join(having[:SHOWN]) or 'none'}"
+
+
+#: Schemes that an error names.
+SHOWN = 4
+HINTS.update(format=_scheme_not_format, scheme=_format_not_scheme)
 
 
 def check_scheme(record: Scheme) -> None:

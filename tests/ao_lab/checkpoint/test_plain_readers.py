@@ -22,7 +22,7 @@ from ao_lab import (
 )
 from ao_lab import save_pretrained as save
 from ao_lab.checkpoint.export import export_of, quantization_config
-from ao_lab.checkpoint.plain_readers import flat_inputs, unsupported_reasons
+from ao_lab.checkpoint.plain_readers import flat_inputs, grouped, unsupported_reasons
 from ao_lab.config.recipe import Recipe, named
 from tests.ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
 from tests.ao_lab.config.test_every_config import ARGUMENTS
@@ -391,3 +391,10 @@ def test_a_quantized_head_is_named(several):
     assert [group["weights"]["num_bits"] for group in named_in] == [8]
     without = quantization_config({"model.a": other}, ["lm_head"], ["lm_head"])
     assert not any("re:" in t for group in without["config_groups"].values() for t in group["targets"])
+
+
+def test_a_reason_is_said_once():
+    """Layers whose shapes differ have one reason between them."""
+    given = [f"layer.{n}.weight: shape ({n}, 8): 8 elements are not divisible" for n in (2, 3, 4)]
+    assert grouped(given) == [f"{given[0]} (and 2 more weights)"]
+    assert grouped([*given[:2], "scales: rounded"]) == [f"{given[0]} (and 1 more weight)", "scales: rounded"]

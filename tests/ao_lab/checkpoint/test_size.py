@@ -162,3 +162,14 @@ def test_what_has_no_size():
     with pytest.raises(ValueError, match="layout is one of"):
         weight_size((4, 64), "nf4", layout="gguf")
     assert weight_size((4, 64), "mxfp4") == Size(4 * 32, 4 * 2)
+
+
+def test_printed_a_size_is_a_line_a_scheme():
+    """A model of thousands of layers is not thousands of characters."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+    quantize_(model, SchemeConfig(scheme="nvfp4"), lambda module, name: name not in ("", "0"))
+    lines = str(model_size(model)).splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "1 Linear, not quantized", "8 Linear, nvfp4", "other parameters and buffers", "whole model"
+    ]  # fmt: skip
+    assert lines[0].endswith("0.016 MB")

@@ -48,7 +48,7 @@ def named(scheme, dtype, **settings):
 
 def test_every_fault_is_named_and_no_right_kernel():
     found, right = named("fp8_rowwise", "float32", **SMALL)
-    assert len(found) == 15
+    assert len(found) == 20
     assert {name: report.looks_like for name, report in found.items()} == {name: name for name in found}
     assert {name: str(report) for name, report in right.items() if not report.ok} == {}
 
@@ -141,3 +141,21 @@ def test_an_error_that_no_fault_explains():
 def test_wrong_input(kernel, settings, kind, said):
     with pytest.raises(kind, match=said):
         probe_kernel(kernel, **settings)
+
+
+def test_outputs_that_are_not_finite_are_counted_in_words():
+    def kernel(case):
+        y = case.right.copy()
+        y[0, :3] = np.inf
+        return y
+
+    report = probe_kernel(kernel_of(kernel, "fp8_rowwise"), library="numpy", **SMALL)
+    size = report.faults[0].test.split()[2]
+    assert f"inputs as they are: 3 of {size} outputs are inf or NaN where the right ones are finite" in str(
+        report
+    )
+
+
+def test_an_unknown_kind_has_the_nearest_named():
+    with pytest.raises(ValueError, match="unknown kind 'nomals'; the nearest are normals"):
+        testing.fill("nomals", (2, 2))

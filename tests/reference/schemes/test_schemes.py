@@ -447,3 +447,13 @@ def test_ao_lab_fake_quantize_takes_part_in_autograd():
 def test_float64_under_jax_without_x64_is_refused():
     q = reference.quantize(jnp.asarray(CHECKED_X), "mxfp4")
     refused(ValueError, "jax_enable_x64", reference.dequantize, q, "float64")
+
+
+def test_a_scheme_where_a_format_is_asked_for_is_said_to_be_one():
+    """Both are names of the field, and each is often given for the other."""
+    with pytest.raises(ValueError, match="nvfp4 is a scheme; its elements are float4_e2m1fn"):
+        reference.encode(np.ones(2, np.float32), "nvfp4")
+    with pytest.raises(
+        ValueError, match=r"float8_e4m3fn is a format; schemes with such elements are .*fp8_rowwise"
+    ):
+        reference.quantize(np.ones((2, 32), np.float32), "float8_e4m3fn")
