@@ -390,7 +390,8 @@ def lookup(name: object, table: Mapping[str, Record], what: str) -> Record:
     if not isinstance(name, str):
         raise TypeError(f"a {what} is given by name or as a record, got {type(name).__name__}: {name!r}")
     if name not in table:
-        hint = HINTS.get(what.rpartition(" ")[2], lambda name: "")(name)
+        among = HINTS.get(what.rpartition(" ")[2])
+        hint = among(name) if among is not None else ""
         raise ValueError(f"unknown {what} {name!r}; {hint or _nearest(name, table, what)}")
     return table[name]
 
