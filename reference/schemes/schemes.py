@@ -285,11 +285,11 @@ def _format_not_scheme(name: str) -> str:
     if name not in FORMATS:
         return ""
     having = [one.name for one in SCHEMES.values() if one.format.name == name and "." not in one.name]
-    return f"{name} is a format; schemes with such elements are {', '.join(having[:SHOWN]) or 'none'}"
+    return f"{name} is a format; schemes with such elements are {', '.join(sorted(having, key=len)[:SHOWN]) or 'none'}"
 
 
 #: Schemes that an error names.
-SHOWN = 4
+SHOWN = 3
 HINTS.update(format=_scheme_not_format, scheme=_format_not_scheme)
 
 

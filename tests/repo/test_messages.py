@@ -175,9 +175,7 @@ def test_unknown_names():
             lambda name: ao_lab.quantize(ROW, name),
             lambda name: ao_lab.SchemeConfig(scheme=name),
         ):
-            with pytest.raises(
-                ValueError, match=f"unknown scheme '{given}'; the nearest are .*{near}"
-            ) as error:
+            with pytest.raises(ValueError, match=f"unknown scheme '{given}'; .* are .*{near}") as error:
                 function(given)
             assert str(error.value).count(",") == 2
     with pytest.raises(

@@ -454,6 +454,6 @@ def test_a_scheme_where_a_format_is_asked_for_is_said_to_be_one():
     with pytest.raises(ValueError, match="nvfp4 is a scheme; its elements are float4_e2m1fn"):
         reference.encode(np.ones(2, np.float32), "nvfp4")
     with pytest.raises(
-        ValueError, match=r"float8_e4m3fn is a format; schemes with such elements are .*fp8_rowwise"
+        ValueError, match=r"float8_e4m3fn is a format; schemes with such elements are .*mxfp8_e4m3"
     ):
         reference.quantize(np.ones((2, 32), np.float32), "float8_e4m3fn")
