@@ -97,7 +97,10 @@ def schemes(
 @app.command()
 def configs(
     name: Annotated[
-        str | None, typer.Argument(help="A configuration such as Int4WeightOnlyConfig. Default: all of them.")
+        str | None,
+        typer.Argument(
+            help="A configuration such as Int4WeightOnlyConfig, or a word: int4, W8A8. Default: all of them."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

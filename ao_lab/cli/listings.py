@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 TABLE_BITS = 8
 
 FORMAT_COLUMNS = (
-    "format", "bits", "exp", "man", "bias", "max", "min normal", "smallest", "epsilon", "NaN", "inf", "-0",
+    "format", "bits", "exp", "man", "bias", "max", "min normal", "smallest", "epsilon", "NaN codes", "inf", "-0",
 )  # fmt: skip
 TEXT_COLUMNS = ("format", "inf", "-0")
 
@@ -153,6 +154,8 @@ def print_values(record: Format) -> None:
 
 # `ao-lab configs`: the configurations that `--config` takes, their options and defaults, and the nearest to a wrong name.
 
+#: Names of configurations that a message gives at most.
+NAMED = 5
 #: Options of the command line's own: --config SCHEME, --activation, --sparsity.
 OWN_FLAGS = ("scheme", "activation_scheme", "sparsity")
 #: Options that all configurations have; they come last.
@@ -177,10 +180,31 @@ def check_name(name: str) -> None:
     try:
         known(name, names, "config")
     except WrongInput as error:
-        nearest = str(error).partition("; ")[2]
+        fitting = ", ".join(fitting_configs(name)[:NAMED])
+        nearest = f"the nearest are {fitting}" if fitting else str(error).partition("; ")[2]
         raise WrongInput(
             f"--config {name} is no configuration (ao-lab configs lists them) and no scheme (ao-lab schemes); {nearest}"
         ) from None
+
+
+def fitting_configs(word: str) -> list[str]:
+    """Configurations that a word means: those whose names hold it (int4, float8), or whose bits it says (W4A16)."""
+    asked = re.sub("^fp", "float", word.lower())
+    return [
+        name
+        for name, kind in config_classes().items()
+        if asked and (asked in name.lower() or asked == (bits_of(kind) or "").lower())
+    ]
+
+
+def bits_of(kind: type[Config]) -> str | None:
+    """Bits of weights and inputs as papers write them, W4A16; None where the configuration has to be told."""
+    try:
+        recipe = kind().recipe()
+    except (TypeError, ValueError):
+        return None
+    inputs = 16 if recipe.activation is None else recipe.activation.format.bits
+    return f"W{recipe.weight.format.bits}A{inputs}"
 
 
 def options_of(kind: type[Config]) -> dict[str, Any]:
@@ -200,15 +224,11 @@ def _has_one_value(kind: type[Config], name: str) -> bool:
 
 
 def show_configs(name: str | None, as_json: bool) -> None:
-    """All configurations as a table, or one with its options."""
+    """All configurations as a table, those that a word means (W8A8, int4), or one with its options."""
     classes = config_classes()
-    if name is None:
-        rows = [{"name": key, "what": _sentence(kind), **_schemes(kind)} for key, kind in classes.items()]
-        if as_json:
-            print_json(rows)
-        else:
-            columns = ["configuration", "what it is", "weight", "activation"]
-            print_table("Configurations", columns, [[str(v or "-") for v in row.values()] for row in rows])
+    fitting = list(classes) if name is None else fitting_configs(name)
+    if name is None or (name not in classes and fitting):
+        _print_configs({key: classes[key] for key in fitting}, as_json)
         return
     kind = known(name, classes, "config")
     options = {key: _plain(value) for key, value in options_of(kind).items()}
@@ -224,6 +244,18 @@ def show_configs(name: str | None, as_json: bool) -> None:
         for key, value in options.items()
     ]
     print_table("Options", ["--option NAME=VALUE", "default", "values"], defaults)
+
+
+def _print_configs(classes: Mapping[str, type[Config]], as_json: bool) -> None:
+    rows = [
+        {"name": key, "bits": bits_of(kind), "what": _sentence(kind), **_schemes(kind)}
+        for key, kind in classes.items()
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ["configuration", "bits", "what it is", "weight", "activation"]
+        print_table("Configurations", columns, [[str(v or "-") for v in row.values()] for row in rows])
 
 
 def values_of(kind: type[Config], option: str) -> str | None:

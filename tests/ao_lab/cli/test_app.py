@@ -157,6 +157,16 @@ def test_bits_of_a_value(name, bits, block):
     assert block_text(SCHEMES[name].scale.block) == block
 
 
+def test_a_word_lists_the_configurations_that_it_means(capsys):
+    def listed(word):
+        return [row["name"] for row in printed_json(capsys, "configs", word)]
+
+    assert listed("W4A16") == ["Int4WeightOnlyConfig", "NF4WeightOnlyConfig", "NVFP4WeightOnlyConfig"]
+    assert listed("int4") == ["Float8DynamicActivationInt4WeightConfig", "Int4WeightOnlyConfig"]
+    assert [name for name in listed("fp8") if "Float8" not in name] == []
+    assert main(["configs", "int5x"]) == 2
+
+
 @pytest.mark.parametrize("name", list(SCHEMES))
 def test_every_scheme_can_be_shown(capsys, name):
     assert main(["schemes", name]) == 0
