@@ -545,7 +545,7 @@ def test_defaults_are_what_the_command_takes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["configs", "Int4WeightOnly"], "the nearest are Int4WeightOnlyConfig"),
+        (["configs", "Int4WeightOnlyConf1g"], "the nearest are Int4WeightOnlyConfig"),
         (
             ["quantize", "{folder}", "{out}", "--config", "Int4WeightOnly"],
             "the nearest are Int4WeightOnlyConfig",
