@@ -92,7 +92,11 @@ def directive(name: str) -> str:
         if own is value and name != f"ao_lab.{last}":
             return f".. py:class:: {name}\n\n   The class :py:class:`ao_lab.{last}`."
         return f".. autoclass:: {name}\n   :members:" + "\n   :inherited-members:" * (name in WITH_INHERITED)
-    return f".. autofunction:: {name}" if callable(value) else f".. py:data:: {name}\n\n   {DATA[last]}"
+    if callable(value):
+        return f".. autofunction:: {name}"
+    # Tuples of names are their values too.
+    values = f" {', '.join(f'``{one}``' for one in value)}." if isinstance(value, tuple) else ""
+    return f".. py:data:: {name}\n\n   {DATA[last]}{values}"
 
 
 def by_folder(package: str) -> dict[str, list[str]]:

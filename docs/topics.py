@@ -149,8 +149,8 @@ DATA = {
     "SCHEMES": "Schemes by name: read-only records of :py:class:`ao_lab.Scheme`. Add one with :py:func:`ao_lab.register`.",
     "RECIPES": "Recipes of training by name: which scheme each operand of the three matmuls of a linear layer has.",
     "METADATA_LAYOUTS": "Orders in which 2:4 metadata are stored, by name.",
-    "KINDS": "Kinds of blocks of inputs that :py:func:`ao_lab.testing.blocks` draws.",
-    "FINITE_KINDS": "Those kinds whose values are all finite.",
-    "MAXIMA": "Largest magnitudes that blocks are drawn with.",
+    "KINDS": "Kinds of elements that :py:func:`ao_lab.testing.fill` and :py:func:`ao_lab.testing.float_arrays` draw:",
+    "FINITE_KINDS": "Those kinds whose values are all finite:",
+    "MAXIMA": "Largest magnitudes of the blocks that :py:func:`ao_lab.testing.blocks` draws:",
     "__version__": "The version of the installed package, a string.",
 }
