@@ -245,6 +245,7 @@ class Job:
 
     def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
         """Block after block."""
+        self.say("inputs of the blocks")
         capture = self.captured(mine, blocks)
         tokens = Tokens.of(capture, self.ranks)
         check_tokens(tokens)
@@ -288,6 +289,7 @@ class Job:
             self.residence.visit(block.name)
         if self.restored(block, mine):
             return
+        self.say(f"{block.name}: statistics of its inputs")
         self.quantize_block(block, mine, tokens)
         scales = self.find_cache_scales(block, mine, tokens)
         if self.finished is not None:
@@ -549,8 +551,12 @@ class Job:
         self.done[target.name] = result
         LOG.info("%s, %d of %d: %s", target.name, len(self.done), self.total, result)
         remember(self.model, dict.fromkeys(target.places, result))
+        self.say(target.name)
+
+    def say(self, word: str) -> None:
+        """Tell `progress` what is under way or done, and how many weights are quantized."""
         if self.progress is not None:
-            self.progress(target.name, len(self.done), self.total)
+            self.progress(word, len(self.done), self.total)
 
     def reason(self, target: Target) -> str:
         """Why a weight was left to be rounded, as the end of a sentence."""

@@ -83,11 +83,14 @@ class Calibration:
         from ao_lab.measure.folders import by_transformers, check_language_model
         from ao_lab.quantization.api import quantize_
 
+        say_phase = progress or (lambda word, done, total: None)
+        say_phase("loading the model", 0, 0)
         model = dense_of_files(source) if self.stream else by_transformers(source, None)
         check_layers(source, model)
         options: dict[str, Any] = {}
         if self.text is not None:
             check_language_model(model, source)
+            say_phase("tokens of the calibration text", 0, 0)
             options = {"calibration": self.batches(source, model), "resume": self.resume}
         if self.stream:
             options |= {"offload": True, "device": self.device or "cpu"}

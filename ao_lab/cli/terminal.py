@@ -283,7 +283,8 @@ class Work:
     def at(self, done: int, word: str = "", total: int | None = None) -> None:
         """So many steps are done; a word stays until another comes."""
         self.done, self.word, self.total = done, word or self.word, total or self.total
-        self.first = self.first or (done, time.monotonic())
+        if self.total and self.first is None:
+            self.first = (done, time.monotonic())
 
     def line(self, began: float) -> str:
         """As a line says it; began: when the command did, so that one clock runs through all of its works."""

@@ -149,7 +149,8 @@ def quantize_(
     With calibration one block of the model is there at a time, with its batches (`ao_lab.calibration.residence`). On the
     meta device the quantized weights are meta tensors, to be filled by load_state_dict(assign=True).
     forward_loop(model) runs calibration data for configurations with static activation scales, see `ao_lab.transforms.data`;
-    observers are those of an earlier `calibrate`. progress(name, done, total) is called after each weight.
+    observers are those of an earlier `calibrate`. progress(name, done, total) is called after each weight, and
+    in a calibration with what begins (inputs of the blocks, statistics of a block) in place of a name.
 
     methods: algorithms such as (Clip(), GPTQ()) (`ao_lab.calibration.methods`). Default: round to nearest with the scheme's own
     scales. calibration: data for methods that need layer inputs: an iterable of batches (a tensor, a tuple of positional or a

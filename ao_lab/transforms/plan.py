@@ -206,7 +206,7 @@ def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "bef
 
 
 Device = torch.device | str | int | None
-#: Told of each weight when it is changed: its full name, how many are, of how many.
+#: Told of each weight when it is changed: its full name, how many are, of how many; of a phase that begins: what it is.
 Progress = Callable[[str, int, int], None]
 
 
