@@ -22,7 +22,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from ao_lab.checkpoint.io.shards import (
     OWN,
     OWN_INDEX,
     OWN_SINGLE,
-    Folder,
     Tensors,
     look_at,
     remove_others,
@@ -61,7 +60,7 @@ from ao_lab.checkpoint.model_builder import (
     read_settings,
     settings_text,
 )
-from ao_lab.checkpoint.model_card import CARD, card_beside
+from ao_lab.checkpoint.model_card import CARD, card_beside, trained_by
 from ao_lab.checkpoint.plain_readers import (
     Reading,
     decoded_in_bfloat16,
@@ -74,15 +73,17 @@ from ao_lab.checkpoint.plain_readers import (
     unsupported_reasons,
     with_dequantizing,
 )
-from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
+from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights, without_spare_biases
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
+from ao_lab.quantization.report import Report
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
+from ao_lab.transforms.report import ATTRIBUTE
 from reference.arrays.namespace import choice
 
 LOG = logging.getLogger(__name__)
@@ -145,12 +146,14 @@ def save_pretrained(
     layout: str = "auto",
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    base_model: str | None = None,
 ) -> Saved:
     """Save a quantized model to a folder: model.safetensors (sharded above `max_shard_bytes`), config.json and a model card.
 
     config: the model's own configuration. Default: `model.config`, as transformers' models have it. Their generation_config is
     saved as generation_config.json, without its compile_config; a UserWarning names settings that `generate()` ignores. Save
     the tokenizer yourself (`tokenizer.save_pretrained(directory)`).
+    base_model: what the model card names, a name on the Hub or a folder. Default: where transformers loaded the model from.
     layout: "auto" writes "compressed-tensors" if transformers and vLLM compute the same model from it, else "ao_lab", with a
     UserWarning. "compressed-tensors" by name is also written if only some loaders do (float32 scales of a bfloat16 model); see
     `Saved.limits`. For zero points, and for such scales of weight-only schemes, config.json tells transformers to dequantize
@@ -161,7 +164,7 @@ def save_pretrained(
     layout="compressed-tensors" cannot store the model. Nothing has been written then. If writing fails (OSError), earlier files
     of the folder are unchanged.
     """
-    saved = write_model(model, Path(directory), layout, config, max_shard_bytes)
+    saved = write_model(model, Path(directory), layout, config, max_shard_bytes, base_model=base_model)
     if saved.reasons:
         warnings.warn(fallback_note(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
     return saved
@@ -174,6 +177,7 @@ def write_model(
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     beside: Mapping[str, torch.Tensor] | None = None,
+    base_model: str | None = None,
 ) -> Saved:
     """`save_pretrained` without its warning, and with tensors beside the model's own.
 
@@ -212,7 +216,7 @@ def write_model(
         if settings is not None:
             (place / SETTINGS).write_text(settings)
     files = [folder / path.name for path in written]
-    more = _beside(folder, model, settings, reasons or list(stored.limits))
+    more = _beside(folder, model, settings, reasons or list(stored.limits), base_model)
     size = sum(file.stat().st_size for file in files)
     LOG.info("saved %s: layout %s, %d bytes of weights in %d files", folder, used, size, len(files))
     return Saved(used, (*files, folder / CONFIG, *more), size, tuple(reasons), tuple(stored.limits))
@@ -271,7 +275,13 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _beside(folder: Path, model: nn.Module, settings: str | None, reasons: Sequence[str]) -> list[Path]:
+def _beside(
+    folder: Path,
+    model: nn.Module,
+    settings: str | None,
+    reasons: Sequence[str],
+    base_model: str | None = None,
+) -> list[Path]:
     """The files of generation settings, where the model has any, and the model card, where nobody else's is there."""
     if settings is None:  # another model's, saved here before
         (folder / SETTINGS).unlink(missing_ok=True)
@@ -283,7 +293,15 @@ def _beside(folder: Path, model: nn.Module, settings: str | None, reasons: Seque
             f"No file holds it, but here generate() stored {cache.recipe}; `ao_lab.use_kv_cache_` sets it again"
         ]
     )
-    card = card_beside(folder, reasons, said)
+    base = base_model or str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+    card = card_beside(
+        folder,
+        notes=reasons,
+        beside=said,
+        base_model=base or None,
+        base_folder=Path(base) if base and Path(base).is_dir() else None,
+        trained=trained_by(layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers),
+    )
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 
 
@@ -566,32 +584,6 @@ def saved_dtype(folder: Path) -> str | None:
     fields = read_config(folder)
     name = fields.get("dtype", fields.get("torch_dtype"))
     return name if isinstance(name, str) else None
-
-
-# Biases of layers that have none: AutoGPTQ wrote zeros for every layer that it packed, whether it had a bias or not.
-
-REASON = "zeros in place of a bias that the layer does not have"
-
-
-def without_spare_biases(records: Records, folder: Folder, model: nn.Module) -> Records:
-    """The records without the biases of quantized layers that the model lacks, where all of their elements are 0.
-
-    Other tensors that the model lacks stay: who fills it compares names. Of the files only such biases are read.
-    """
-    state = model.state_dict(keep_vars=True)
-    stored = {name: name for name in records.dense}
-    stored |= {name: one.names[""] for name, one in records.computed.items() if set(one.names) == {""}}
-    unknown = {name: full for name, full in stored.items() if name not in state and name.endswith(".bias")}
-    beside = {n: full for n, full in unknown.items() if n.removesuffix("bias") + "weight" in records.weights}
-    spare = {name: full for name, full in beside.items() if not folder.read([full])[full].any()}
-    if not spare:
-        return records
-    return replace(
-        records,
-        dense=tuple(name for name in records.dense if name not in spare),
-        computed={name: one for name, one in records.computed.items() if name not in spare},
-        left_out={**records.left_out, **dict.fromkeys(spare.values(), REASON)},
-    )
 
 
 __all__ = [

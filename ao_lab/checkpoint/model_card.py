@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +24,19 @@ from typing import Any
 
 from ao_lab.checkpoint.formats import quantization_of, records_of
 from ao_lab.checkpoint.io.files import ON_HUB, links_out, page, write_text
+from ao_lab.checkpoint.io.markdown import (
+    LONGEST_NOTE,
+    base_name,
+    code,
+    hub_name,
+    licence,
+    note,
+    number,
+    one_line,
+    prose,
+    span,
+    table,
+)
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
@@ -34,52 +46,6 @@ from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name,
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import cache_scheme_of
-
-# Text of others in Markdown and in YAML: names in files say what they are, and add nothing to the page around them.
-
-#: Characters of a name or value on the page at most.
-LONGEST = 200
-#: Characters of a line of a note at most.
-LONGEST_NOTE = 2000
-#: What begins a link, an image, HTML, code, emphasis or a cell in running text.
-ACTIVE = re.compile(r"([\\`<>\[\]|])")
-#: Values that YAML reads as text, a list or an address, on one line.
-PLAIN_VALUE = re.compile(r"[A-Za-z0-9](?:[\w./@+~=?&%-]|:(?=[^\s:]))*", re.ASCII)
-ITEM = r"""(?:\w[\w.-]*|"[\w .-]*"|'[\w .-]*')"""
-PLAIN_LIST = re.compile(rf"\[ ?(?:{ITEM}(?: ?, ?{ITEM})*)? ?\]", re.ASCII)
-
-
-def one_line(text: object, longest: int = LONGEST) -> str:
-    """A text on one line, without control and formatting characters, cut where it is long."""
-    letters = (c if unicodedata.category(c)[0] != "C" else " " for c in str(text)[: longest + 1])
-    plain = " ".join("".join(letters).split())
-    return plain if len(str(text)) <= longest else plain[:longest] + "..."
-
-
-def span(text: object) -> str:
-    """A code span; backticks are left out, so that it ends where the text does."""
-    return f"`{one_line(text).replace('`', '')}`"
-
-
-def prose(text: object) -> str:
-    """Running text, on one line: links, HTML, code and cells in it are letters."""
-    return ACTIVE.sub(r"\\\1", one_line(text))
-
-
-def note(text: object) -> str:
-    """A sentence of ours that names things of others: its code spans stay, HTML and links are letters."""
-    return re.sub(r"([<\[\]])", r"\\\1", one_line(text, LONGEST_NOTE))
-
-
-def yaml_line(line: str) -> str:
-    """A `name: value` line of a front matter: simple values as they are, others as JSON strings, which are YAML."""
-    name, _, value = line.partition(":")
-    value = value.strip()
-    if len(value) <= LONGEST and (PLAIN_VALUE.fullmatch(value) or PLAIN_LIST.fullmatch(value)):
-        return f"{name}: {value}"
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return f"{name}: {json.dumps(one_line(value[1:-1] if quoted else value))}"
-
 
 #: Auto classes of transformers and the tasks of the Hub, those first that say most. None: the Hub has no name for all of them.
 TASKS: dict[str, str | None] = {
@@ -176,12 +142,6 @@ CARD, RESULTS = "README.md", "eval.json"
 WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
 MOST_LAYERS = 12
-#: Folders of repositories in the Hub's cache.
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)
-#: What a card takes over from the card of the model that it was made of.
-KEPT = ("license:", "license_name:", "license_link:", "language:")
-#: Where a card of `ao-lab pretrained` names its model on the Hub.
-MODEL_ID = "model_id:"
 #: What numbers are called.
 LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
@@ -220,14 +180,15 @@ def model_card(
     beside: Sequence[str] = (),
     base_folder: Path | None = None,
     measured: bool = True,
+    trained: str = "",
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
     base_model: the model it was quantized from (a name on the Hub, or a folder, of which only the last part is shown). Default:
     what config.json says. command: how it was made. notes: why the layout is not compressed-tensors, or what loaders of it
     need to know. beside: sentences on tensors that are not part of the model. base_folder: folder of the base model, whose card
-    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. Links out of a folder are
-    not followed.
+    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. trained: "qat" or "lora",
+    as `trained_by` says of a model; "" where it was not trained for its scheme. Links out of a folder are not followed.
     """
     path = Path(folder)
     found = look_at(path)
@@ -238,11 +199,10 @@ def model_card(
     named = "" if base_folder is None else hub_name(base_folder / CARD)
     base = named or base_name(base_model or str(contents.config.get("_name_or_path") or ""))
     parts = [
-        front_matter(contents, base, kept),
+        front_matter(contents, base, kept, trained),
         f"# {prose(path.resolve().name)}",
-        made_of(contents, base, command),
+        made_of(contents, base, command, trained),
         "## What was quantized",
-        *differences(contents, notes),
         scheme_table(contents),
         left_text(contents),
         *cache_text(contents),
@@ -251,6 +211,8 @@ def model_card(
         results_section(contents.results),
         "## How to load it",
         loading(contents, path.resolve().name, notes),
+        *generating(contents, path.resolve(), base),
+        *differences(contents, notes),
         f"{WRITTEN}{__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -278,15 +240,15 @@ def write_card(
     return path
 
 
-def card_beside(folder: str | Path, notes: Sequence[str] = (), beside: Sequence[str] = ()) -> Path | None:
-    """The card of a folder that was just saved; arguments as of `model_card`. None, and nothing is written, where somebody
+def card_beside(folder: str | Path, **given: Any) -> Path | None:
+    """The card of a folder that was just saved; arguments of `model_card`. None, and nothing is written, where somebody
     else's README.md is there.
     """
     path = Path(folder) / CARD
     if path.is_file() and not is_ours(page(path) or ""):
         return None
     # Results that lie there are of other weights: these were just written.
-    write_text(path, model_card(folder, notes=notes, beside=beside, measured=False))
+    write_text(path, model_card(folder, **given, measured=False))
     return path
 
 
@@ -304,39 +266,7 @@ def with_results(text: str, results: Mapping[str, Any]) -> str:
     return before + section + rest.partition(END)[2]
 
 
-def base_name(text: str) -> str:
-    """A name on the Hub as it is (owner/name), of a folder its last part; of one in the Hub's cache the name of its repository.
-
-    One line, without control characters and backticks: it comes from a file.
-    """
-    folder, text = Path(text), one_line(text).replace("`", "")
-    if ON_HUB.fullmatch(text) and not folder.is_dir():
-        return text
-    if folder.parent.name == "snapshots" and (cached := CACHED.fullmatch(folder.parent.parent.name)):
-        return f"{cached[1]}/{cached[2]}"
-    parts = [part for part in Path(text).parts if part not in (".", "..", "/")]
-    return parts[-1] if parts else ""
-
-
-def front_lines(path: Path) -> list[str]:
-    """The lines of an earlier card's front matter."""
-    lines = (page(path) or "").splitlines()
-    return lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
-
-
-def licence(path: Path) -> list[str]:
-    """The lines of an earlier card's front matter that say under which terms, and in which language, a model is."""
-    return [yaml_line(line) for line in front_lines(path) if line.startswith(KEPT) and not line.endswith(":")]
-
-
-def hub_name(path: Path) -> str:
-    """The model's own name on the Hub, owner/name, where its card's front matter says one; else ""."""
-    found = (line.removeprefix(MODEL_ID).strip() for line in front_lines(path) if line.startswith(MODEL_ID))
-    name = next(found, "")
-    return name if ON_HUB.fullmatch(name) else ""
-
-
-def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
+def front_matter(contents: Contents, base: str, kept: Sequence[str], trained: str = "") -> str:
     """What the Hub reads. Values are JSON, which is YAML."""
     weights = contents.records.weights.values()
     methods, schemes = {w.method for w in weights}, {w.meta.recipe.weight.name for w in weights}
@@ -346,7 +276,12 @@ def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
     fields |= {
         "library_name": "transformers" if "compressed-tensors" in methods else "ao_lab",
         "quantized_by": f"ao_lab {__version__}",
-        "tags": ["quantized", *sorted({*methods, "ao_lab"}), *sorted(common | schemes)],
+        "tags": [
+            "quantized",
+            *([trained] if trained else []),
+            *sorted({*methods, "ao_lab"}),
+            *sorted(common | schemes),
+        ],
     }
     loader = loader_of(contents.config)
     if loader is not None and loader.task is not None:
@@ -360,15 +295,33 @@ def _element(recipe: Recipe) -> str:
     return element_name(recipe.weight).partition(" ")[0]
 
 
-def made_of(contents: Contents, base: str, command: str | None) -> str:
-    """One sentence on where it comes from, and how, where the command says that."""
-    source = f"Quantized from {span(base)}" if base else "A quantized model"
+#: How a model was trained for its scheme, which is named between the two.
+TRAINED = {
+    "qat": ("trained with QAT", "then converted"),
+    "lora": ("LoRA adapters trained", "then merged and quantized"),
+}
+
+
+def trained_by(reasons: Iterable[str]) -> str:
+    """ "qat" or "lora" where reasons of a report say that layers were trained for their scheme; else ""."""
+    found = [reason for reason in reasons if reason.startswith("trained by QAT")]
+    return ("lora" if any("adapters" in reason for reason in found) else "qat") if found else ""
+
+
+def made_of(contents: Contents, base: str, command: str | None, trained: str = "") -> str:
+    """One sentence on where it comes from, and how, where the command or the training says that."""
+    linked = f"[{span(base)}](https://huggingface.co/{base})" if ON_HUB.fullmatch(base) else span(base)
+    source = f"Quantized from {linked}" if base else "A quantized model"
     by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
     methods = re.findall(r"--method[ =](\w+)", command or "")
     data = " with calibration data" if command and "--calibration" in command else ""
     words = [f"weights quantized by {', '.join(methods)}{data}"] if methods else []
     if command and not methods and "--plan" not in command:
         words = ["weights rounded to nearest"]
+    if trained:
+        schemes = (prose(common_name(weight.meta.recipe)) for weight in contents.records.weights.values())
+        how, end = TRAINED[trained]
+        words = [f"{how} ({'; '.join(dict.fromkeys(schemes))})", end]
     if any("input_scale" in weight.names for weight in contents.records.weights.values()):
         words.append("static activation scales")
     elif command and not data:
@@ -473,6 +426,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
         )
     return "\n\n".join(
         [
+            f"{span(name)} is this folder; on the Hub put its repository there, owner/name.",
             "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
             PLAIN_SPEED,
@@ -484,17 +438,47 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     )
 
 
+#: What a tokenizer brings along for conversations: a file of its own, or a field of its settings.
+TEMPLATE, TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+
+
+def generating(contents: Contents, folder: Path, base: str) -> list[str]:
+    """Code that lets a language model generate text, by its chat template where it has one; [] for other models."""
+    loader = loader_of(contents.config)
+    if loader is None or loader.task != "text-generation":
+        return []
+    beside = any(
+        (folder / name).is_file() for name in (TOKENIZER_SETTINGS, "tokenizer.json", "tokenizer.model")
+    )
+    name = folder.name if beside or not ON_HUB.fullmatch(base) else base
+    told = "" if beside or name == base else ", with the tokenizer saved in the same folder"
+    chats = (folder / TEMPLATE).is_file() or '"chat_template"' in (page(folder / TOKENIZER_SETTINGS) or "")
+    inputs = ['inputs = tokenizer("The capital of France is", return_tensors="pt")']
+    if chats:
+        inputs = [
+            'chat = [{"role": "user", "content": "What is the capital of France?"}]',
+            "inputs = tokenizer.apply_chat_template("
+            'chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+        ]
+    last = "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))"
+    first = [
+        "from transformers import AutoTokenizer",
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})",
+    ]
+    return [f"To generate text{told}:", code("python", *first, *inputs, last)]
+
+
 def is_plain(contents: Contents) -> bool:
     """Whether all weights are those of compressed-tensors."""
     return all(weight.method == "compressed-tensors" for weight in contents.records.weights.values())
 
 
 def differences(contents: Contents, notes: Sequence[str]) -> list[str]:
-    """In what the files of plain readers differ from the configuration that was asked for."""
+    """In what the files of plain readers differ from the configuration that was asked for, for whoever uses ao_lab too."""
     if not notes or not is_plain(contents) or loader_of(contents.config) is None:
         return []
     told = "\n".join(f"- {note(one)}" for one in grouped(notes))
-    return [f"What differs from the configuration, and from ao_lab:\n\n{told}"]
+    return ["## Notes for ao_lab", f"What differs from the configuration, and from ao_lab:\n\n{told}"]
 
 
 def _why(notes: Sequence[str]) -> str:
@@ -533,23 +517,7 @@ def _has_served_format(weight: Weight) -> bool:
     return any(weight.format == known.name and bits in known.served_bits for known in FORMATS)
 
 
-def code(language: str, *lines: str) -> str:
-    """A block of code."""
-    return "\n".join([f"```{language}", *(one_line(line, LONGEST_NOTE) for line in lines), "```"])
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first row its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
-
-
-def number(value: int) -> str:
-    """An integer with thousands apart."""
-    return f"{value:,}"
-
-
 __all__ = [
     "CARD", "CONFIG", "RESULTS", "SERVED_ARCHITECTURES", "TASKS", "architecture_of", "card_beside", "is_ours",
-    "loader_of", "model_card", "with_results", "write_card", "yaml_line",
+    "loader_of", "model_card", "trained_by", "with_results", "write_card",
 ]  # fmt: skip

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
     from ao_lab.quantization.report import Report
     from ao_lab.transforms.plan import Progress
 
-#: Files of the model's own folder that are made anew: its weights in any program's format, and results of evaluations.
+#: Files of the model's own folder that are made anew, or are of its weights alone: these in any program's format, results of
+#: evaluations, and what `ao-lab pretrained` made them of.
 REMADE = re.compile(
     r"(?:model|ao_lab|pytorch_model|tf_model|flax_model|consolidated|diffusion_pytorch_model)[^/]*\.(?:safetensors|bin|pth?|h5|"
-    r"msgpack)|.*\.gguf|.*\.index\.json|eval\.json|.*\.safetensors"
+    r"msgpack)|.*\.gguf|.*\.index\.json|(?:eval|pretrained)\.json|.*\.safetensors"
 )
 #: Ends of other files that may be weights in a second format; small ones are voices, prompts, statistics.
 HEAVY = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot")

@@ -10,24 +10,27 @@ from torch import nn
 
 from ao_lab import (
     FqnToConfig,
+    Int8DynamicActivationIntxWeightConfig,
     Int8StaticActivationInt8WeightConfig,
+    LoRA,
+    PerGroup,
+    QATConfig,
     SchemeConfig,
     quantize_,
     save_pretrained,
     write_card,
 )
+from ao_lab.checkpoint.io.markdown import base_name, yaml_line
 from ao_lab.checkpoint.model_card import (
     CARD,
     SERVED_ARCHITECTURES,
     TASKS,
     architecture_of,
-    base_name,
     is_ours,
     loader_of,
     made_of,
     model_card,
     with_results,
-    yaml_line,
 )
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
 
@@ -85,7 +88,8 @@ def test_commands_of_a_card_work(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     saved(tmp_path / "little")
-    blocks = re.findall(r"```python\n(.*?)```", model_card(tmp_path / "little"), re.DOTALL)
+    loading = model_card(tmp_path / "little").partition("To generate text")[0]
+    blocks = re.findall(r"```python\n(.*?)```", loading, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for block in blocks:
         names = {}
@@ -159,6 +163,47 @@ def test_terms_of_the_base_stay(tmp_path):
         "transformers",
     )
     assert "# Base" not in body
+
+
+def test_a_list_of_languages_stays(tmp_path):
+    saved(tmp_path / "little")
+    (tmp_path / "little" / "README.md").write_text("---\nlanguage:\n- en\n  - de\ntags:\n- a\n---\n")
+    assert front(model_card(tmp_path / "little"))[0]["language"] == ["en", "de"]
+
+
+def test_what_readers_of_the_hub_look_for(tmp_path):
+    """A link to the base model, code that generates with its chat template; what differs from ao_lab comes last."""
+    folder = tmp_path / "little"
+    saved(folder)
+    body = front(model_card(folder, notes=("a kernel",)))[1]
+    assert "[`owner/little`](https://huggingface.co/owner/little)" in body
+    assert 'AutoTokenizer.from_pretrained("owner/little")' in body
+    assert body.index("## How to load it") < body.index("## Notes for ao_lab") < body.index("- a kernel")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    text = model_card(folder)
+    assert 'AutoTokenizer.from_pretrained("little")' in text
+    assert "tokenizer.apply_chat_template(chat" in text
+
+
+def test_a_card_after_qat(tmp_path):
+    """It says that the model was trained, and from which."""
+    config = Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32))
+    for lora, tag, said in (
+        (None, "qat", "trained with QAT (W4A8 INT4"),
+        (LoRA(rank=2), "lora", "LoRA adapters trained (W4A8 INT4"),
+    ):
+        model = small_model()
+        quantize_(model, QATConfig(config, step="prepare", lora=lora))
+        model(torch.arange(4)[None])
+        quantize_(model, QATConfig(config, step="convert"))
+        model.config = SimpleNamespace(_name_or_path="owner/base")
+        save_pretrained(model, tmp_path / tag, config=LLAMA, layout="ao_lab")
+        matter, body = front((tmp_path / tag / "README.md").read_text())
+        assert matter["base_model"] == "owner/base"
+        assert tag in matter["tags"]
+        assert said in body
+    save_pretrained(model, tmp_path / "named", config=LLAMA, layout="ao_lab", base_model="owner/other")
+    assert front((tmp_path / "named" / "README.md").read_text())[0]["base_model"] == "owner/other"
 
 
 def test_a_folder_whose_card_names_its_model_is_called_so(tmp_path):
@@ -314,7 +359,7 @@ def test_code_of_every_architecture(kind, auto, task, served, tmp_path, monkeypa
         assert matter_of(card).get("pipeline_tag") == task
         assert f"from transformers import {auto}" in card
         assert ("vllm serve little" in card) == (served and layout == "compressed-tensors")
-        loaded = run(card, tmp_path)
+        loaded = run(card.partition("To generate text")[0], tmp_path)
         assert [type(m).__name__ for m in loaded] == [kind, kind]
         if layout == "ao_lab":
             assert all(torch.equal(outputs(m, inputs), outputs(model, inputs)) for m in loaded)
