@@ -294,7 +294,7 @@ def quantization_config(
     result = {}
     for index, ((name, recipe, static), members) in enumerate(groups.items()):
         result[f"group_{index}"] = {
-            "targets": [*(["Linear"] if len(groups) == 1 else members), *_named_heads(members, heads)],
+            "targets": _targets(members, heads, len(groups) == 1),
             "weights": weight_arguments(recipe.weight),
             "input_activations": None
             if recipe.activation is None
@@ -314,10 +314,18 @@ def quantization_config(
     }
 
 
-def _named_heads(members: Collection[str], heads: Collection[str]) -> list[str]:
-    """Patterns for the heads among a group's layers."""
-    leaves = {name.rpartition(".")[2] for name in heads if name in members}
-    return [f"re:.*{re.escape(leaf)}$" for leaf in sorted(leaves)]
+def _targets(members: Collection[str], heads: Collection[str], alone: bool) -> list[str]:
+    """The layers of a group: patterns for the heads among them, then the others.
+
+    Readers give a layer to the first target that matches, and warn of targets that got none: a pattern comes before "Linear",
+    and in place of the names of the heads that it matches, unless another group has a head of that name.
+    """
+    leaf_of = {name: name.rpartition(".")[2] for name in heads}
+    leaves = sorted({leaf_of[name] for name in heads if name in members})
+    patterns = [f"re:.*{re.escape(leaf)}$" for leaf in leaves]
+    apart = {leaf_of[name] for name in heads if name not in members}
+    named = [name for name in members if name not in leaf_of or leaf_of[name] in apart]
+    return [*patterns, *(["Linear"] if alone else named)]
 
 
 def check_groups(given: Mapping[str, Any], weights: Iterable[tuple[str, Recipe]], where: str) -> None:

@@ -46,6 +46,7 @@ from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name,
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import cache_scheme_of
+from ao_lab.transforms.report import folded_names
 
 #: Auto classes of transformers and the tasks of the Hub, those first that say most. None: the Hub has no name for all of them.
 TASKS: dict[str, str | None] = {
@@ -359,7 +360,8 @@ def sizes(weights: Iterable[Weight]) -> tuple[int, int, int]:
 def left_text(contents: Contents) -> str:
     """Which matrices stayed."""
     specs = contents.folder.specs
-    names = [name for name in contents.records.dense if len(specs[name].shape) > 1]
+    matrices = dict.fromkeys((name for name in contents.records.dense if len(specs[name].shape) > 1), "")
+    names = folded_names(matrices)
     shown = ", ".join(map(span, names[:MOST_LAYERS]))
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
     return f"Matrices left unquantized: {shown}{more}." if names else "Every matrix is quantized."

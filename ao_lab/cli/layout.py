@@ -10,6 +10,7 @@ Layers are looked at without their weights: the model is built and quantized on 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,16 +213,20 @@ def _by_auto(config: Config) -> bool:
 
 
 def say(told: dict[str, Any]) -> None:
-    """The layout, its readers, what was changed and what to know, as lines on stdout."""
-    out = console()
+    """The layout, its readers and what was changed, as lines on stdout; what readers' kernels do with -v alone."""
+    out, verbose = console(), logging.getLogger("ao_lab").isEnabledFor(logging.INFO)
     out.print(f"layout: {told['layout']}; {told['readers']}", markup=False)
     for line in told["reasons"]:
         out.print(f"  not in compressed-tensors: {line}", markup=False)
-    for kind in ("changes", "limits", "tensors", "files"):
+    for kind in ("changes", *(["limits"] if verbose else []), "tensors", "files"):
         for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
     if told["changes"] and told["layout"] != OWN:
         out.print("  --layout ao_lab stores the configuration unchanged", markup=False)
+    if told["limits"] and not verbose:
+        out.print(
+            "  README.md in the folder has notes on what readers compute (here: ao-lab -v)", markup=False
+        )
 
 
 # `ao-lab quantize --sparsity`: a dense model pruned by magnitude, quantized, its weights stored as their kept codes.

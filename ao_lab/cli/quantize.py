@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ao_lab.cli.terminal import (
     check_new_folder,
     check_room,
     check_writable,
+    console,
     print_json,
     print_table,
     track_progress,
@@ -378,6 +380,14 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def summary(report: Report, saved: Saved, before: int) -> str:
+    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes with its scales."""
+    elements = sum(prod(layer.shape) for layer in report.changed)
+    bits = 8 * sum(layer.bytes for layer in report.changed) / max(elements, 1)
+    sizes = f"{saved.bytes / 1e6:,.4g} MB of weights (before: {before / 1e6:,.4g} MB)"
+    return f"done: {saved.files[0].parent}, {sizes}, {bits:.4g} bits per quantized weight"
+
+
 def show(
     report: Report,
     saved: Saved,
@@ -402,6 +412,8 @@ def show(
     if as_json:
         print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
         return
+    console().print(summary(report, saved, before))
+    say(told)
     # Of a model that was not pruned two columns would say nothing.
     empty = {"sparsity": "", "storage": "dense"}
     columns = [
@@ -414,7 +426,3 @@ def show(
     plain = [{**row, "reason": ""} if row["reason"] == kinds.get(str(row["layer"])) else row for row in rows]
     cells = [[str(row[key]) or "-" for key in columns] for row in grouped(plain)]
     print_table("Layers", columns, cells, numbers=["layers", "bytes"])
-    print_table(
-        "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
-    )
-    say(told)

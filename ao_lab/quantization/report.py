@@ -65,6 +65,9 @@ for _kind in _KINDS:
     _kind.extra_repr = _with_schemes(_kind.extra_repr)
 
 
+#: The reason of layers that nothing was asked of, and of these in a model that trains in low precision.
+NOT_CALLED = "quantize_ was not called for it"
+NOT_TRAINED = "convert_for_training_ did not convert it; it trains in its own dtype"
 #: The reason of adapters, which are parameters beside a layer and no layers.
 ADAPTER = "an adapter; it trains"
 #: That of a layer that another has replaced since it was prepared.
@@ -92,6 +95,8 @@ class Layer(LayerLine):
     storage: str = "dense"
     #: "for QAT" or "with adapters" where step "prepare" has been there; "" where the layer is in no such state.
     prepared: str = ""
+    #: The recipe by which it trains in low precision (`ao_lab.convert_for_training_`); "" where it does not.
+    recipe: str = ""
     #: On a GPU, what multiplies by it, by ranges of rows of inputs (`fast.gemm.families`).
     families: tuple[Range, ...] = ()
     #: Why families that are quicker did not load in this process, by name; `families` says what multiplies for them.
@@ -104,13 +109,20 @@ class Layer(LayerLine):
         """Whether it is quantized."""
         return bool(self.scheme)
 
+    @property
+    def folded_name(self) -> str:
+        """See `LayerLine.folded_name`; adapters of all layers are one line for each of their names."""
+        return f"*.{self.name.rpartition('.')[2]}" if self.reason == ADAPTER else super().folded_name
+
     def told(self, width: int) -> list[str]:
         """Its scheme, what computes with it, and the reason; below it what multiplies by rows, and what was tuned."""
         what = "prepared" if self.prepared else "left"
-        what = f"{self.scheme} ({self.kernel})" if self.changed else what
+        more = "; the weight is dequantized for more" if self.kernel.startswith("fused, up to") else ""
+        what = f"{self.scheme} ({self.kernel}{more})" if self.changed else what
         what += f", {self.sparsity}" if self.sparsity else ""
         what += f", {self.storage}, {self.bytes} bytes" if self.storage != "dense" else ""
-        lines = [f"  {self.name:<{width}}  {what}: {self.reason}"]
+        trains = self.recipe and not self.prepared and what == "left"
+        lines = [f"  {self.name:<{width}}  {self.reason if trains else f'{what}: {self.reason}'}"]
         lines += [f"    {', '.join(map(str, self.families))}"] if self.families else []
         lines += [f"    {name} did not load: {first_line(why)}" for name, why in self.failures.items()]
         return lines + [f"    tuned: {choice}" for choice in self.tuned]
@@ -136,6 +148,8 @@ class Report(ModelReport[Layer]):
         for how in ("for QAT", "with adapters"):
             counts[how] = sum(layer.prepared == how for layer in self.layers)
         told = [f"{count} {total} prepared {how}" for how, count in counts.items() if count]
+        for recipe in dict.fromkeys(layer.recipe for layer in self.layers if layer.recipe):
+            told.append(f"{sum(layer.recipe == recipe for layer in self.layers)} {total} train by {recipe}")
         quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
         heading = ", ".join((*quantized, *told))
         return "; ".join(filter(None, (heading, self.kv_cache, self.attention)))
@@ -184,6 +198,8 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
                 calibrated=results.get(layer.name) if layer.changed else None,
             )
         )
+    if any(layer.recipe for layer in layers):
+        layers = [replace(one, reason=NOT_TRAINED) if one.reason == NOT_CALLED else one for one in layers]
     return Report(
         (*layers, *_others(model, reasons)),
         str(getattr(model, KV_CACHE, "")),
@@ -232,14 +248,19 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     computed = (
         unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
     )
-    reason = reasons.get(full, computed or "quantize_ was not called for it")
+    reason = reasons.get(full, computed or NOT_CALLED)
     if isinstance(module, ConvertedModule):
         reason = module.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
     prepared = preparation(module) if name == "weight" else ""
+    settings = getattr(module, "low_precision", None)
+    trains = settings is not None and (name == "weight" or parameter.dim() == 3)
+    recipe = settings.recipe.name if trains and settings is not None else ""
     if not isinstance(parameter, QuantizedTensor):
         chosen = training_choices(module, parameter) if name == "weight" or parameter.dim() == 3 else ()
-        return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared)
+        return Layer(
+            full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared, recipe=recipe
+        )
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
     scheme, (by_rows, failures) = str(parameter.recipe), families_of(module, parameter)

@@ -26,9 +26,10 @@ from ao_lab.training.layers import (
     train_by,
     unsupported_reason,
 )
-from ao_lab.training.products import PRODUCTS
+from ao_lab.training.products import PRODUCTS, has_fp8
 from ao_lab.transforms.layers import check_model, is_experts, is_linear, routers, shorten
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
+from ao_lab.transforms.report import folded_names
 from reference.arrays.namespace import choice
 from reference.training.recipe import Recipe, recipe_of
 
@@ -47,20 +48,39 @@ class Converted:
     #: Of `fuse`: norms, feed-forwards and attentions with one kernel each way, and those without, with the reason.
     fused: tuple[str, ...] = ()
     not_fused: dict[str, str] = field(default_factory=dict)
+    #: Why the matmuls are not faster than before on the device of the model; "" where kernels multiply 8-bit operands.
+    slow: str = ""
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.changed)} of {len(self.changed) + len(self.left)} layers train by {self.recipe.name}"
-        ]
-        lines += [f"  {name}  left: {reason}" for name, reason in self.left.items()]
-        lines += [
-            f"  {name}  gathered in its own dtype: {reason}" for name, reason in self.gathered_whole.items()
-        ]
+        count = f"{len(self.changed)} of {len(self.changed) + len(self.left)} layers"
+        lines = [f"{count} train by {self.recipe.name}{'; ' * bool(self.slow)}{self.slow}"]
+        lines += [f"  {line}" for line in folded_names(self.left, "left: ")]
+        lines += [f"  {line}" for line in folded_names(self.gathered_whole, "gathered in its own dtype: ")]
         if self.fused or self.not_fused:
             both = len(self.fused) + len(self.not_fused)
             lines.append(f"{len(self.fused)} of {both} norms, feed-forwards and attentions are fused")
-        lines += [f"  {name}  not fused: {reason}" for name, reason in self.not_fused.items()]
+        lines += [f"  {line}" for line in folded_names(self.not_fused, "not fused: ")]
         return "\n".join(lines)
+
+
+class Reverted(tuple[str, ...]):
+    """The result of `convert_from_training_`: the names of modules that are again what they were before."""
+
+    def __str__(self) -> str:
+        return f"{len(self)} modules no longer train in low precision" + "".join(
+            f"\n  {line}" for line in folded_names(dict.fromkeys(self, ""))
+        )
+
+
+def without_speed(model: nn.Module, settings: Settings) -> str:
+    """Why the matmuls of a recipe take no less time than without it on a model's devices; "" where they may."""
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    slow = [device.type for device in devices if not has_fp8(device)]
+    emulated = settings.kernel == "emulate" or (settings.kernel == "auto" and slow)
+    if settings.recipe.is_dense or not emulated:
+        return ""
+    where = "on CPUs" if "cpu" in slow else "on GPUs without FP8 units" if slow else "by kernel='emulate'"
+    return f"{where} quantized operands are multiplied in float32: the same training, no speedup"
 
 
 def convert_for_training_(
@@ -115,7 +135,8 @@ def convert_for_training_(
         gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
         fused, not_fused = fuse_layers_(model, kinds)
     LOG.info("recipe %s: %d modules converted, %d left", record.name, len(found.chosen), len(found.left))
-    return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused)
+    slow = without_speed(model, settings)
+    return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused, slow)
 
 
 ROUTER = "it routes tokens to experts"
@@ -172,10 +193,12 @@ def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> Non
         return
     if not unsupported:
         raise ValueError("no layer to convert: filter_fn refused all, or the model has only routers")
-    first = unsupported[0]
-    where = f"{first}: " if first else ""
+    alike: dict[str, list[str]] = {}
+    for name in unsupported:
+        alike.setdefault(found.left[name], []).append(name)
+    told = [f"{shorten(names)}: {why}" if names != [""] else why for why, names in alike.items()]
     raise ValueError(
-        f"recipe {settings.recipe.name!r} supports none of {len(unsupported)} selected layers; {where}{found.left[first]}"
+        f"recipe {settings.recipe.name!r} supports none of {len(unsupported)} selected layers; {'; '.join(told)}"
     )
 
 
@@ -238,9 +261,9 @@ def _restore(module: object) -> None:
         plain_experts_again(module)
 
 
-def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
-    """Undo `convert_for_training_`: every converted module becomes what it was; returns their names. Parameters and
-    parametrizations stay.
+def convert_from_training_(model: nn.Module) -> Reverted:
+    """Undo `convert_for_training_`: every converted module becomes what it was; returns their names, a tuple that prints as a
+    report. Parameters and parametrizations stay.
 
     A UserWarning names modules whose forward never ran while others' did (for instance a chunked loss that uses
     `lm_head.weight` directly): they did not train with the recipe. For compiled programs this is unknown, and there is no
@@ -263,7 +286,7 @@ def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
             UserWarning,
             stacklevel=2,
         )
-    return *found, *unfuse_layers_(model)
+    return Reverted((*found, *unfuse_layers_(model)))
 
 
-__all__ = ["Converted", "convert_for_training_", "convert_from_training_"]
+__all__ = ["Converted", "Reverted", "convert_for_training_", "convert_from_training_"]

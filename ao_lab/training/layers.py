@@ -289,6 +289,10 @@ def _length(operand: Operand) -> int:
     return inner if isinstance(inner, int) and inner > 0 else 1
 
 
+#: The way out for lengths that blocks do not divide.
+PADS = "pad=True pads it with zeros"
+
+
 def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> str | None:
     """Why a linear layer of these lengths and this dtype cannot train by a recipe; None where it can."""
     if (dtype := getattr(module.weight, "dtype", None)) is not None and dtype not in DTYPES:
@@ -299,7 +303,7 @@ def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> 
         ("out_features", module.out_features, n),
     ):
         if length % step and not pad:
-            return f"{name} = {length} is no multiple of {step}, as recipe {recipe.name!r} asks"
+            return f"{name} = {length} is no multiple of {step}, as recipe {recipe.name!r} asks; {PADS}"
     return None
 
 

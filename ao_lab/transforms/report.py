@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,11 @@ class LayerLine:
     def changed(self) -> bool:
         """Whether it was changed."""
         raise NotImplementedError
+
+    @property
+    def folded_name(self) -> str:
+        """Its name without the number of its block: what layers that a report shows as one line have in common."""
+        return BLOCK.sub(".*", self.name)
 
     def told(self, width: int) -> list[str]:
         """Its lines in the text of a report, its name as wide as the others'."""
@@ -63,8 +69,36 @@ class ModelReport(Generic[L]):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        return "\n".join([self.heading(), *(line for layer in self.layers for line in layer.told(width))])
+        shown = folded(self.layers)
+        width = max((len(layer.name) for layer in shown), default=0)
+        return "\n".join([self.heading(), *(line for layer in shown for line in layer.told(width))])
+
+
+#: A block's number in a layer's name.
+BLOCK = re.compile(r"\.\d+(?=\.|$)")
+
+
+def folded(layers: Collection[L]) -> list[L]:
+    """Layers of which a report says the same but for the number of their block as one, their count behind the name."""
+    groups: dict[tuple[str, ...], list[L]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(replace(layer, name=layer.folded_name).told(0)), []).append(layer)
+    return [
+        replace(alike[0], name=f"{alike[0].folded_name} ({len(alike)})") if len(alike) > 1 else alike[0]
+        for alike in groups.values()
+    ]
+
+
+def folded_names(reasons: Mapping[str, str], what: str = "") -> list[str]:
+    """The same of names and reasons: a line for those of all blocks. what: stands before each reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((BLOCK.sub(".*", name), reason), []).append(name)
+    named = {
+        (f"{pattern} ({len(names)})" if len(names) > 1 else names[0]): reason
+        for (pattern, reason), names in groups.items()
+    }
+    return [f"{name}  {what}{reason}".rstrip() for name, reason in named.items()]
 
 
 def remember_pruned(model: nn.Module, name: str, what: str) -> None:

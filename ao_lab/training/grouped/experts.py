@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ao_lab.training.autograd import check_experts_traced
 from ao_lab.training.grouped.autograd import grouped_linear
-from ao_lab.training.layers import Settings, autocast, mark_run, restore_class
+from ao_lab.training.layers import PADS, Settings, autocast, mark_run, restore_class
 from ao_lab.transforms.layers import ConvertedModule, is_batch
 
 
@@ -435,7 +435,8 @@ def experts_reason(settings: Settings, module: nn.Module) -> str | None:
     for name, parameter in module.named_parameters(recurse=False):
         lengths = tuple(parameter.shape[1:]) if is_matrices(parameter) else ()
         if any(length % step for length in lengths) and not settings.pad:
-            return f"{name} has matrices of {lengths}, no multiples of {step}, as recipe {settings.recipe.name!r} asks"
+            asked = f"no multiples of {step}, as recipe {settings.recipe.name!r} asks"
+            return f"{name} has matrices of {lengths}, {asked}; {PADS}"
     return None
 
 

@@ -389,6 +389,10 @@ def test_a_quantized_head_is_named(several):
         if any(t.startswith("re:") and re.match(t[3:], "language_model.lm_head") for t in group["targets"])
     ]
     assert [group["weights"]["num_bits"] for group in named_in] == [8]
+    # Readers give a layer to the first target that matches, and warn of those that got none.
+    for group in made["config_groups"].values():
+        heads = [t for t in group["targets"] if t == "lm_head" or t.startswith("re:")]
+        assert group["targets"][: len(heads)] == heads in ([], ["re:.*lm_head$"])
     without = quantization_config({"model.a": other}, ["lm_head"], ["lm_head"])
     assert not any("re:" in t for group in without["config_groups"].values() for t in group["targets"])
 

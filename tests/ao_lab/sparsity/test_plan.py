@@ -114,6 +114,16 @@ def test_lines():
     ]
 
 
+def test_layers_of_all_blocks_are_one_line_of_a_report():
+    layers = [SparseLayer(f"blocks.{i}.{n}.weight", "Linear", (8, 8), why)
+              for i, n, why in ((0, "a", "x"), (0, "b", "x"), (1, "a", "x"), (1, "b", "y"))]  # fmt: skip
+    assert str(SparsityReport(tuple(layers))).splitlines()[1:] == [
+        "  blocks.*.a.weight (2)  left: x",
+        "  blocks.0.b.weight      left: x",
+        "  blocks.1.b.weight      left: y",
+    ]
+
+
 def test_explain_says_how_a_layer_was_pruned():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     remember_pruned(model, "0.weight", "2:4 by wanda")

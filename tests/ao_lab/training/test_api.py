@@ -224,7 +224,20 @@ def test_layers_that_a_recipe_cannot_take_are_listed():
     report = ao_lab.convert_for_training_(net, "rowwise")
     assert report.changed == ("0",)
     assert "out_features = 10 is no multiple of 16" in report.left["2"]
-    assert "1 of 2 layers train by rowwise" in str(report)
+    assert "1 of 2 layers train by rowwise; on CPUs quantized operands are multiplied in float32" in str(
+        report
+    )
+    # A model that trains says so itself; a layer without quantize_ is none that it missed.
+    lines = str(ao_lab.explain(net)).splitlines()
+    assert lines[0] == "1 of 2 layers train by rowwise"
+    assert lines[1] == "  0.weight  trains by recipe 'rowwise'"
+    assert lines[2].startswith("  2.weight  left: convert_for_training_ did not convert it")
+    assert str(ao_lab.convert_from_training_(net)) == "1 modules no longer train in low precision\n  0"
+    odd = nn.ModuleDict({"a": nn.Linear(30, 32), "b": nn.Linear(32, 30)})
+    with pytest.raises(
+        ValueError, match=r"a: in_features = 30 .*pad=True pads it.*; b: out_features = 30 .*pad=True"
+    ):
+        ao_lab.convert_for_training_(odd, "mxfp8")
     assert type(net[2]) is nn.Linear
 
 
