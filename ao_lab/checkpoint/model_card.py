@@ -13,6 +13,7 @@ where that is the class that config.json names under "architectures"; where no t
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -309,10 +310,18 @@ def trained_by(reasons: Iterable[str]) -> str:
     return ("lora" if any("adapters" in reason for reason in found) else "qat") if found else ""
 
 
+def linked(base: str) -> str:
+    """The name of a model, with a link to its card on the public Hub where it has one there."""
+    if not ON_HUB.fullmatch(base) or "HF_ENDPOINT" in os.environ or find_spec("huggingface_hub") is None:
+        return span(base)
+    from huggingface_hub import constants
+
+    return f"[{span(base)}]({constants.ENDPOINT}/{base})"
+
+
 def made_of(contents: Contents, base: str, command: str | None, trained: str = "") -> str:
     """One sentence on where it comes from, and how, where the command or the training says that."""
-    linked = f"[{span(base)}](https://huggingface.co/{base})" if ON_HUB.fullmatch(base) else span(base)
-    source = f"Quantized from {linked}" if base else "A quantized model"
+    source = f"Quantized from {linked(base)}" if base else "A quantized model"
     by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
     methods = re.findall(r"--method[ =](\w+)", command or "")
     data = " with calibration data" if command and "--calibration" in command else ""

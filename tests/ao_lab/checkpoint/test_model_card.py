@@ -171,12 +171,15 @@ def test_a_list_of_languages_stays(tmp_path):
     assert front(model_card(tmp_path / "little"))[0]["language"] == ["en", "de"]
 
 
-def test_what_readers_of_the_hub_look_for(tmp_path):
+def test_what_readers_of_the_hub_look_for(tmp_path, monkeypatch):
     """A link to the base model, code that generates with its chat template; what differs from ao_lab comes last."""
     folder = tmp_path / "little"
     saved(folder)
     body = front(model_card(folder, notes=("a kernel",)))[1]
-    assert "[`owner/little`](https://huggingface.co/owner/little)" in body
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert re.search(r"Quantized from \[`owner/little`\]\(https://[a-z.]+/owner/little\)", model_card(folder))
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.invalid")
+    assert "Quantized from `owner/little`" in model_card(folder)
     assert 'AutoTokenizer.from_pretrained("owner/little")' in body
     assert body.index("## How to load it") < body.index("## Notes for ao_lab") < body.index("- a kernel")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
