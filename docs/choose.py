@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -37,6 +38,11 @@ MODELS = {
     "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B-Instruct",
 }
 CHANGE, RECOVERED = "perplexity, change", "KL, recovered"
+LOSS, LOSS_ERROR = "loss, change", "loss, standard error of the change"
+#: What the rows of a scheme say whose groups do not divide a model's layers, and a cell of it.
+UNDIVIDED, ABSENT = "layers dense", "(a)"
+#: Whose speeds tables have.
+WHOSE = "Speeds are of ao_lab's own kernels, in ao_lab; those of vLLM and of other programs were not timed."
 #: Outcomes of a client that has the weights: docs/clients.py.
 READ = ("same bits", "same, other order of sums", "same weights, rounds by itself")
 #: Clients that are the library's own objects in another program, and read no file.
@@ -54,7 +60,8 @@ class Entry(NamedTuple):
 
     def __str__(self) -> str:
         """As it is written."""
-        return f"{self.config}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.config}({options})".replace("PerRow(dim=-1)", "PerRow()")
 
 
 FP4 = "float4_e2m1fn"
@@ -70,7 +77,8 @@ ENTRIES = (
     ),
     Entry("MXDynamicActivationMXWeightConfig", {}, "W8A8 MXFP8", "mxfp8 dynamic", "mxfp8_e4m3 by mxfp8_e4m3"),
     Entry("Int4WeightOnlyConfig", {"group_size": 32}, "W4A16 INT4", "", "int4_g32_asymmetric"),
-    Entry("Int4WeightOnlyConfig", {}, "W4A16 INT4", "int4 g128, zero points"),
+    Entry("Int4WeightOnlyConfig", {"scheme": "int4_g32"}, "W4A16 INT4", "int4 g32", "int4_g32"),
+    Entry("Int4WeightOnlyConfig", {}, "W4A16 INT4", "int4 g128, zero points", "int4_g128_asymmetric"),
     Entry("NF4WeightOnlyConfig", {}, "W4A16 NF4", "nf4", "nf4"),
     Entry("NVFP4WeightOnlyConfig", {}, "W4A16 NVFP4", "nvfp4", "nvfp4"),
     Entry("MXWeightOnlyConfig", {"weight_dtype": FP4}, "W4A16 MXFP4", "mxfp4", "mxfp4"),
@@ -85,7 +93,7 @@ ENTRIES = (
     ),
 )  # fmt: skip
 #: Lines of README.md.
-SHORT = (0, 1, 3, 5, 6, 7, 8, 10)
+SHORT = (0, 1, 3, 6, 7, 8, 9, 11)
 METHODS = {
     "search by inputs": "Clip",
     "awq + search": "AWQ + Clip",
@@ -141,8 +149,16 @@ def configurations() -> str:
         + [", ".join(clients(one))]
         for one in ENTRIES
     ]
+    return f"{WHOSE}\n\n{markdown([*head, 'read by'], lines)}\n{texts(lines)}\n"
+
+
+def texts(lines: Sequence[Sequence[str]]) -> str:
+    """Under a table: of which text its perplexities are, what stands after ±, and why a cell has none."""
     told = ", ".join(f"{name} on {windows_of('ptq', table_of(model))}" for name, model in measured().items())
-    return markdown([*head, "read by"], lines) + f"\nPerplexities: {told}.\n"
+    words = f"Perplexities: {told}; ± one standard error over windows."
+    if any(ABSENT in line for line in lines):
+        words += f" {ABSENT}: groups of 128 do not divide this model's layers."
+    return textwrap.fill(words, 128)
 
 
 def windows_of(experiment: str, table: str) -> str:
@@ -169,7 +185,7 @@ def summary() -> str:
         + [", ".join(clients(one)[:2])]
         for one in (ENTRIES[index] for index in SHORT)
     ]
-    return markdown(head, lines)
+    return f"{WHOSE}\n\n{markdown(head, lines)}\n{texts(lines)}\n"
 
 
 def calibration() -> str:
@@ -177,14 +193,11 @@ def calibration() -> str:
     table = f"real {MODEL}/full/{TEXT}"
     lines = []
     for scheme in SCHEMES:
-        found = [
-            percent(value("calibration", table, scheme, name, CHANGE)) for name in ("rounding", *METHODS)
-        ]
+        found = [changed("calibration", table, scheme, name) for name in ("rounding", *METHODS)]
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
     head = ["scheme", "rounding", *METHODS.values()]
-    told = textwrap.fill(
-        f"Perplexities: {MODEL} on {windows_of('calibration', table)}. {other_winners(table)}", 128
-    )
+    on = f"{MODEL} on {windows_of('calibration', table)}; ± one standard error over windows"
+    told = textwrap.fill(f"Perplexities: {on}. {other_winners(table)}", 128)
     return markdown(head, lines) + f"\n{told}\n"
 
 
@@ -229,7 +242,28 @@ def loss(entry: Entry, model: str = MODEL) -> str:
     """Change of a model's perplexity by rounding to nearest, at one scale: full where there are results of it."""
     made = recipe(entry)
     setting = f"weights + activations in {made.activation.name}" if made.activation else "weights"
-    return percent(value("ptq", table_of(model), setting, made.weight.name, CHANGE))
+    table = table_of(model)
+    found = changed("ptq", table, setting, made.weight.name)
+    return found or (ABSENT if undivided(table, setting, made.weight.name) else "")
+
+
+def changed(experiment: str, table: str, setting: str, method: str) -> str:
+    """A change of perplexity with its standard error, which is that of the loss times the ratio of the perplexities."""
+    change, loss, error = (
+        value(experiment, table, setting, method, name) for name in (CHANGE, LOSS, LOSS_ERROR)
+    )
+    if change is None or loss is None or error is None:
+        return ""
+    spread = 100 * math.exp(loss) * error
+    return f"{percent(change)[:-1]} ± {spread:.1f}%"
+
+
+def undivided(table: str, setting: str, method: str) -> bool:
+    """Whether rows say that a scheme's groups do not divide the layers of a table's model."""
+    model = table.rpartition("/")[0] + "/model"
+    return any(
+        (key[0], key[1], key[2]) == (model, setting, method) and UNDIVIDED in key[3] for key in indexed("ptq")
+    )
 
 
 def table_of(model: str) -> str:
@@ -260,7 +294,7 @@ def recipe(entry: Entry) -> Any:
 def clients(entry: Entry) -> list[str]:
     """Programs that computed the model from a file, as docs/clients.csv has them."""
     return [
-        one["client"].replace(" (CPU)", "")
+        one["client"].replace("(CPU)", "(CPU build)")
         for one in outcomes()
         if one["scheme"] == entry.client and one["outcome"] in READ and one["client"] not in NO_FILES
     ]

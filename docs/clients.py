@@ -47,6 +47,9 @@ OUTCOMES = {"same bits": 0.0, "same, other order of sums": 2e-4, "same weights, 
 REFUSED, FAILED, WRONG = "refused here", "refused there", "another model"
 MARKS = {"same bits": "=", "same, other order of sums": "✓", "same weights, rounds by itself": "≈",
          REFUSED: "–", FAILED: "✗", WRONG: "wrong"}  # fmt: skip
+#: How a client says that it knows a scheme and this build of it has no kernel for it; how the page says so, and its mark.
+NO_KERNEL = re.compile(r"Failed to find a kernel|kernel \w+ is not supported")
+NOT_BUILT, EMPTY = "no kernel in this build", "○"
 #: The layer that an error begins with.
 LAYER = re.compile(r"^(?:model\.)*(?:layers\.[\w.]+|lm_head(?:\.weight)?): ")
 FIELDS_OF_MODEL = {
@@ -65,7 +68,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     **{
         name: (lambda name=name: ao_lab.SchemeConfig(scheme=name))
         for name in ("int8_rowwise", "int8_g32", "int8_g32_f16", "int4_g32", "int4_g32_f16", "int4_g32_asymmetric",
-                     "int2_g32_asymmetric", "fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4")
+                     "int4_g128_asymmetric", "int2_g32_asymmetric", "fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4")
     },
     "int8_rowwise by int8_rowwise": dynamic("int8_rowwise", "int8_rowwise"),
     "int8_rowwise by static int8": lambda: ao_lab.Int8StaticActivationInt8WeightConfig(),
@@ -366,7 +369,7 @@ def page(table: list[dict[str, str]]) -> str:
     lines = ["# Where can I take it", "", INTRODUCTION, "", line(head), line(["---"] * len(head))]
     for scheme in SCHEMES:
         found = [cells.get((client, scheme)) for client in CLIENTS]
-        lines.append(line([f"`{scheme}`", *["" if one is None else MARKS[one["outcome"]] for one in found]]))
+        lines.append(line([f"`{scheme}`", *["" if one is None else mark(one) for one in found]]))
     lines += [
         "",
         LEGEND,
@@ -386,8 +389,14 @@ def page(table: list[dict[str, str]]) -> str:
     lines.append(line(["---"] * 5))
     for one in table:
         said = one["said"].replace("|", "\\|")
-        lines.append(line([one["client"], f"`{one['scheme']}`", one["outcome"], one["difference"], said]))
+        outcome = NOT_BUILT if mark(one) == EMPTY else one["outcome"]
+        lines.append(line([one["client"], f"`{one['scheme']}`", outcome, one["difference"], said]))
     return "\n".join([*lines, "", ABSENT, ""])
+
+
+def mark(one: dict[str, str]) -> str:
+    """The mark of a row."""
+    return EMPTY if one["outcome"] == FAILED and NO_KERNEL.search(one["said"]) else MARKS[one["outcome"]]
 
 
 def line(cells: list[str]) -> str:
@@ -403,7 +412,9 @@ INTRODUCTION = (
 LEGEND = (
     "`=` bitwise equal outputs; `✓` equal up to the order of float32 sums (2e-4 of a log-probability); `≈` the same weights, "
     "and the client's own rounding of activations, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` "
-    "refused by ao_lab, before anything is written, with what would work; `✗` refused by the client. transformers and vLLM "
+    "refused by ao_lab, before anything is written, with what would work; `○` the client knows the scheme, this build of it has "
+    "no kernel for it (vLLM ran in its CPU build; those for GPUs have more kernels and were not run); `✗` refused by the "
+    "client. transformers and vLLM "
     'read what `for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after '
     "`import ao_lab`."
 )

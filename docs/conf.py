@@ -70,7 +70,7 @@ html_css_files = ["site.css"]
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 9,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": [],
     "footer_end": [],

@@ -11,13 +11,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from docs import api, numerics, training
+from docs import api, numerics, results, training
 
 
 def write(folder: Path) -> None:
     """Write all parts; a file whose text stays the same is left alone, so that Sphinx reads only what has changed."""
     pages = {f"api/{name}": text for name, text in api.pages().items()}
     pages |= {f"numerics/{name}": text for name, text in numerics.pages().items()}
+    pages |= {f"results/{name}": text for name, text in results.pages().items()}
     pages["parts/training.md"] = training.text()
     for name, text in pages.items():
         put(folder / name, text)
@@ -36,15 +37,19 @@ def put(path: Path, text: str) -> None:
 
 REPORTS = Path(__file__).resolve().parents[1] / "reports"
 LINK = re.compile(r"\]\((?:\.\./)+reports/([\w-]+)\.md(?:#[\w-]+)?\)")
-#: What of the reports is not part of the site: rows, and the same pages as Markdown.
-LEFT = ("data", "gpu", "*.md", ".lock")
+#: What of the reports is not part of the site: what GPUs validated, and the same pages as Markdown; of data all but rows.
+LEFT = ("gpu", "*.md", ".lock", "*.json", "*.sha256")
+#: Addresses in pages of the reports.
+ADDRESS = re.compile(r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"')
 
 
-#: What people search for, by the page that answers first: entries of its index, which the search ranks above other words.
+#: What people search for, by the page that answers first: main entries of its index, which the search ranks above other words.
 SEARCHED = {
     "faq": ("why is my model not faster", "model not faster", "slower than bfloat16"),
     "choose": ("laptop", "which configuration"),
-    "glossary": ("perplexity bits/param", "bits per weight", "bits/param"),
+    "glossary": ("perplexity bits/param", "bits per weight", "bits/param", "group size", "group_size"),
+    "guides/quantize": ("quantise", "quantise a model", "quantisation"),
+    "generated/results/index": ("results", "reports", "benchmarks"),
     "migration/torchao": ("migration torchao", "migrate from torchao"),
     "migration/llm_compressor": ("migration llm-compressor",),
     "migration/bitsandbytes": ("migration bitsandbytes",),
@@ -64,7 +69,9 @@ def rewrite(app: Any, name: str, content: list[str]) -> None:
     content[0] = LINK.sub(lambda found: f"](reports:{up}reports/{page(found[1], name)})", content[0])
     if name in SEARCHED:
         title, _, rest = content[0].partition("\n")
-        content[0] = f"{title}\n\n```{{index}} {', '.join(SEARCHED[name])}\n```\n{rest}"
+        content[0] = (
+            f"{title}\n\n```{{index}} {', '.join(f'!{words}' for words in SEARCHED[name])}\n```\n{rest}"
+        )
 
 
 def page(name: str, source: str) -> str:
@@ -76,11 +83,24 @@ def page(name: str, source: str) -> str:
 
 
 def copy(app: Any, error: Exception | None) -> None:
-    """Pages, figures and scripts of the reports beside the site."""
+    """Pages, figures, scripts and rows of the reports beside the site; ValueError where a link of them leads nowhere there."""
     if error is None and app.builder.format == "html":
-        shutil.copytree(
-            REPORTS, Path(app.outdir) / "reports", ignore=shutil.ignore_patterns(*LEFT), dirs_exist_ok=True
-        )
+        folder = Path(app.outdir) / "reports"
+        shutil.copytree(REPORTS, folder, ignore=shutil.ignore_patterns(*LEFT), dirs_exist_ok=True)
+        if gone := broken(folder):
+            raise ValueError(
+                f"links of reports lead nowhere in {folder}: {'; '.join(gone)}; run `ao-lab reproduce --pages`"
+            )
+
+
+def broken(folder: Path) -> list[str]:
+    """Links of the pages of a folder, and their pictures and scripts, that are not there, each with its page."""
+    return [
+        f"{path.name}: {address}"
+        for path in sorted(folder.glob("*.html"))
+        for address in dict.fromkeys(ADDRESS.findall(path.read_text(encoding="utf-8")))
+        if not (path.parent / address).exists()
+    ]
 
 
 def scrape(block: Any, variables: dict[str, Any], settings: dict[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
@@ -63,23 +65,62 @@ def main_finding(rows: Sequence[Row]) -> str:
     return found[0].removesuffix(".") if found else ""
 
 
+class Best(NamedTuple):
+    """The method of a scheme that does best on the other text, the share that it removes, and how many were compared."""
+
+    scheme: str
+    method: str
+    share: float
+    error: float | None
+    compared: int
+
+
+def bests(run: RealRun, text: str) -> list[Best]:
+    """Of each scheme, where it was measured."""
+    found, results = [], run.texts[text]
+    for setting in cases(run):
+        names = methods(results, setting)
+        name = run.chosen(text, setting, names, RECOVERED, most=True)
+        value, error = (results.value(setting, name, one) for one in (RECOVERED, RECOVERED_ERROR))
+        if value is not None and math.isfinite(value):
+            tried = [one for one in names if results.value(setting, one, RECOVERED) is not None]
+            found.append(Best(setting, name, value, error, len({*tried} - {ROUNDING})))
+    return found
+
+
 def best_of(run: RealRun) -> list[str]:
-    """A sentence for each text: of each scheme the method that does best on the other text."""
-    sentences, by = [], " (the method was chosen on the other text)" if len(run.texts) > 1 else ""
-    for text, results in run.texts.items():
-        words = []
-        for setting in cases(run):
-            name = run.chosen(text, setting, methods(results, setting), RECOVERED, most=True)
-            value, error = (results.value(setting, name, one) for one in (RECOVERED, RECOVERED_ERROR))
-            if value is not None and math.isfinite(value):
-                words.append(f"{setting} {number(value, 1)} ± {number(error, 1)}% ({name})")
-        if words:
-            sentences.append(
-                f"{run.model}, {text} ({run.where.run}), share of the KL divergence of rounding to nearest that a "
-                f"method removes"
-                f"{by}: {'; '.join(words)}."
-            )
-    return sentences
+    """A sentence for each text: the range of the best methods' shares, and schemes of one method, which no other was beside."""
+    return [sentence(run, text, found) for text in run.texts if (found := bests(run, text))]
+
+
+def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
+    """Of one text."""
+    several = [one for one in found if one.compared > 1]
+    said = f"{run.model}, {text} ({run.where.run}): "
+    if several:
+        name, times = Counter(one.method for one in several).most_common(1)[0]
+        low, high = (number(limit(one.share for one in several), 0) for limit in (min, max))
+        of = f"{name} in {times} of {len(several)}"
+        said += f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"
+    alone = [f"{one.scheme} ({one.method} {number(one.share, 0)}%)" for one in found if one.compared <= 1]
+    return (
+        said + "; " * bool(several and alone) + f"one method alone in {', '.join(alone)}" * bool(alone) + "."
+    )
+
+
+def best_table(run: RealRun, text: str) -> list[Table]:
+    """The best method of each scheme; none where no method was measured."""
+    lines = [
+        [one.scheme, one.method, f"{number(one.share, 1)} ± {number(one.error, 1)}%", str(one.compared)]
+        for one in bests(run, text)
+    ]
+    by = ", chosen on the other text" if len(run.texts) > 1 else ""
+    columns = ["scheme", f"best method{by}", "of rounding's KL removed", "methods compared with rounding"]
+    return (
+        [Table(f"{run.model}, {text}: best method of each scheme", columns, lines, run.texts[text].rows)]
+        if lines
+        else []
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -104,6 +145,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
 def section(run: RealRun) -> Section:
     """What the methods win on one model."""
     tables = [table(run, name, results) for name, results in run.texts.items()]
+    tables += [one for name in run.texts for one in best_table(run, name)]
     tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
     tables += peers_page.tables(run)
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []

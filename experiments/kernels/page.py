@@ -16,7 +16,7 @@ from experiments.kernels.results import targets_by_run as targets_by_run
 from experiments.kernels.run import CAST, KIND, MOST, PROGRAM, TORCH, WAYS
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.results import Results, Where, by_run, number
-from experiments.report.targets import BASELINE_TOLERANCE
+from experiments.report.targets import BASELINE_TOLERANCE, counted
 
 if TYPE_CHECKING:
     pass
@@ -64,8 +64,9 @@ OPERATIONS = (
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """Fractions of the copy rate by operation, products of stored weights, missed targets."""
-    sentences = []
+    """Targets, fractions of the copy rate by operation, products of stored weights, missed targets."""
+    reached = counted(targets_by_run(rows))
+    sentences = [f"{reached[:1].upper()}{reached[1:]}."] if reached else []
     for where, lines in results_of(rows).items():
         sentences.append(f"{where.device}: {summary(lines)}")
         sentences.append(fraction_sentence(lines))

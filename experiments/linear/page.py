@@ -270,6 +270,11 @@ TEXT = (
         "in the same process. Host: time the host spends on a call in eager mode. Kernel: `dequantize` is a dense "
         "matmul after dequantizing the weight."
     ),
+    (
+        "The error of the kernel alone is the norm of the difference from the float32 matmul of the same quantized values, "
+        "over its norm: 1.7e-03 is the rounding of outputs to bfloat16. What quantization itself loses is not in it: the "
+        "pages on formats and on post-training quantization have that."
+    ),
 )
 GROUPED = (
     "Tokens are sorted by expert, two experts a token drawn at random; bfloat16 is `torch._grouped_mm`. The "
@@ -305,7 +310,7 @@ def speed_map(part: str, where: Where, results: Results, methods: list[str], row
     """Speed over bfloat16, methods by rows; its own is 1."""
     methods = [name for name in methods if name != BASE.name]
     values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
-    figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16")
+    figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16", "tokens")
     caption = (
         f"{TITLES[part]}, {readable(where.data)}, {where.device}: speed over bfloat16 by number of tokens."
     )
@@ -323,7 +328,7 @@ def rows_table(results: Results, rows: int) -> Table:
             error = results.value(setting, method, ERROR)
             cell = "" if error is None else f"{error:.1e}"
             lines.append([method, *values, kernel(results, setting, method), cell])
-    names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", "relative error"]
+    names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", KERNEL_ERROR]
     caption = f"{rows} token{'s' * (rows > 1)}"
     return Table(caption, names, lines, results.with_setting(setting).rows)
 
@@ -340,6 +345,8 @@ def limit_of(one: Target) -> str:
     return f"{sign} {one.texts[1]} {unit}"
 
 
+#: The column of errors: what multiplies, not what quantization loses.
+KERNEL_ERROR = "error of the kernel alone"
 OUTPUTS_TEXT = (
     "The relative error is the norm of the difference from the float32 matmul of the dequantized weight (and of the"
     " quantized inputs), over its norm. Rounding outputs to bfloat16 alone is 1.7e-3; kernel `dequantize` rounds "

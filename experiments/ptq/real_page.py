@@ -148,7 +148,9 @@ def short_finding(rows: Sequence[Row]) -> str:
         if change is not None and math.isfinite(change):
             words.append(f"{method}{' with inputs' * inputs} {change:+.1f}%")
     return (
-        f"Perplexity of {runs[0].model} on {text} ({runs[0].where.run}): {', '.join(words)}" if words else ""
+        f"Change of the perplexity of {runs[0].model} on {text} ({runs[0].where.run}): {', '.join(words)}"
+        if words
+        else ""
     )
 
 
@@ -176,7 +178,7 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         beside += f" (standard error {100 * math.exp(loss) * error:.1f}%)"
     if fours:
         beside += "; the best of 4-bit weights alone: {1} {0:+.1f}%".format(*min(fours))
-    what = f"perplexity of {run.model} on {text} with INT8 weights and inputs, not calibrated"
+    what = f"change of the perplexity of {run.model} on {text} by INT8 weights and inputs, not calibrated"
     return [Card(row, f"{row.value:+.1f}%", what, beside)]
 
 

@@ -22,6 +22,10 @@ FILE = "history.csv"
 WIDTH, HEIGHT, MARGIN = 120, 28, 3
 #: Changes up to this many percent are those of two measurements of the same code.
 NOISE = 2.0
+#: The same of a difference or a share, in its own units.
+NOISE_POINTS = 0.1
+#: Instead of a change that its digits do not show.
+UNCHANGED = "unchanged"
 #: The least change that fills the height of a picture: of a value a share of it, of a difference or a share itself points.
 LEAST_SHARE, LEAST_POINTS = 0.25, 5.0
 #: Units of differences and shares, whose change in percent says nothing.
@@ -67,9 +71,15 @@ class History:
         return LEAST_POINTS if self.rows[-1].unit in DIFFERENCES else LEAST_SHARE * largest
 
     @property
+    def moved(self) -> bool:
+        """Whether its picture shows anything: two measurements that a reader can tell apart."""
+        return len({short(row.value) for row in self.rows}) > 1
+
+    @property
     def ends(self) -> str:
-        """The first and the last value, which stand beside the picture."""
-        return f"{short(self.rows[0].value)} to {short(self.rows[-1].value)}"
+        """The first and the last value with their days, which stand beside the picture."""
+        first, last = self.rows[0], self.rows[-1]
+        return f"first {short(first.value)} ({first.date[5:10]}), now {short(last.value)} ({last.date[5:10]})"
 
     @property
     def words(self) -> str:
@@ -87,19 +97,20 @@ def worded(row: Row) -> str:
 
 
 def changed(before: Row, row: Row) -> str:
-    """How far a value is from the one before it: in percent, and for the better or the worse. What is a difference or a share
-    itself in units of its own, without a verdict: it may lie near 0 or below, and its interval is not known here."""
+    """How far a value is from the one before it: in percent, or points of what is a difference or a share itself, since that
+    may lie near 0 or below; and whether it is better or worse."""
     if row.unit in DIFFERENCES:
-        return f"{row.value - before.value:+.2f} points"
+        points = round(row.value - before.value, 2)
+        return f"{points:+.2f} points{judged(row, points, NOISE_POINTS)}" if points else UNCHANGED
     percent = round(100 * (row.value / before.value - 1), 1) if before.value else 0.0
-    return (f"{percent:+.1f}%" if percent else "0.0%") + judged(row, percent)
+    return f"{percent:+.1f}%{judged(row, percent)}" if percent else UNCHANGED
 
 
-def judged(row: Row, percent: float) -> str:
+def judged(row: Row, change: float, noise: float = NOISE) -> str:
     """Whether a change is for the better or the worse; nothing of one that repeated measurements make too."""
-    if abs(percent) < NOISE:
+    if abs(change) < noise:
         return ""
-    return ", better" if (percent > 0) == (better(row.metric) == "more") else ", worse"
+    return ", better" if (change > 0) == (better(row.metric) == "more") else ", worse"
 
 
 def path_of(places: Paths) -> Path:

@@ -1,7 +1,7 @@
 """Pages: ``reports/index.html`` (the first screen and a line an experiment), ``scoreboard.html`` (published values),
-``history.html``, a page of each experiment and further ones of its longest tables, Markdown beside them, ``limits.md``, and the
-answers to the paper's open questions (`experiments.report.questions`). They read rows, and of git what has changed since;
-``families.md`` reads records of kernels.
+``history.html``, a page of each experiment and further ones of its longest tables, ``limits.html``, the answers to the paper's
+open questions (`experiments.report.questions`), and Markdown beside them. They read rows, and of git what has changed since;
+``families.html`` reads records of kernels.
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
@@ -21,6 +21,7 @@ import base64
 import gzip
 import importlib.resources
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,8 +82,12 @@ FOLDED = 800
 MOST_OF_TABLES, MOST_OF_FURTHER = 150_000, 250_000
 #: Numbers of the first screen.
 MOST_CARDS = 6
+#: Pages over all experiments.
+FIRST_PAGES = ("index.html", "scoreboard.html", "history.html", "limits.html", "README.md", "limits.md")
 #: The figure of the first screen.
 OVERVIEW = "overview"
+#: Characters of a line of its labels.
+WRAPPED = 20
 #: What pages share, in the folder beside them.
 ASSETS = ("report.css", "report.js")
 
@@ -222,7 +227,7 @@ def write_pages(places: Paths) -> Written:
     written = [one for page in pages for one in write_page(places, page)]
     written += write_first(places, pages, rows)
     remove_old(places, pages)
-    return written + write_answers(places, rows) + write_families(places.reports / "families.md")
+    return written + write_answers(places, rows) + write_families(places.reports)
 
 
 def make_pages(places: Paths, rows: Mapping[str, Sequence[Row]] | None = None) -> list[Page]:
@@ -268,9 +273,10 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         "histories": past,
         "commit": commit(),
         "unmet": peers.missing(rows),
+        "families": has_triton() or (places.reports / "families.html").exists(),
     }
     written: Written = []
-    for name in ("index.html", "scoreboard.html", "history.html", "README.md", "limits.md"):
+    for name in FIRST_PAGES:
         tidy.write_text(places.reports / name, render(f"{name}.j2", **values))
         written.append(("report", shown(places.reports / name)))
     return written
@@ -294,12 +300,11 @@ def past_of(past: Iterable[History], row: Row) -> History | None:
 
 
 def draw_overview(bars: Sequence[tuple[str, Mapping[str, float | None]]]) -> Drawing:
-    """The figure of the first screen."""
+    """The figure of the first screen, as wide as a phone."""
     names = dict.fromkeys(name for _, values in bars for name in values)
     series = {name: [values.get(name) for _, values in bars] for name in names}
-    figure = dots(
-        [label for label, _ in bars], series, "speed over bfloat16", base=1.0, width=4.6, height=0.32
-    )
+    labels = [textwrap.fill(label, WRAPPED) for label, _ in bars]
+    figure = dots(labels, series, "speed over bfloat16", base=1.0, width=2.8, height=0.36, legend=1)
     caption = "Speed over bfloat16: ao_lab and the library beside it in the same run on one GPU, and published values."
     return Drawing(OVERVIEW, caption, figure)
 
@@ -327,13 +332,21 @@ def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]]) -> Written:
     return written
 
 
-def write_families(path: Path) -> Written:
+def has_triton() -> bool:
+    """Whether Triton is installed, with which kernels are chosen."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def write_families(folder: Path) -> Written:
     """The page of kernel families, which reads no rows; it stays as it is without Triton, in whose kernels sizes are chosen."""
-    if importlib.util.find_spec("triton") is None:
-        say(f"{shown(path)} stays as it is: kernels are chosen with Triton, which is not installed here")
+    paths = [folder / f"families.{kind}" for kind in ("md", "html")]
+    if not has_triton():
+        say(f"{shown(paths[0])} stays as it is: kernels are chosen with Triton, which is not installed here")
         return []
-    tidy.write_text(path, render("families.md.j2", families=families.tables()))
-    return [("report", shown(path))]
+    tables = families.tables()
+    for path in paths:
+        tidy.write_text(path, render(f"{path.name}.j2", families=tables))
+    return [("report", shown(path)) for path in paths]
 
 
 def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Page | None:

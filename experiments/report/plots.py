@@ -169,12 +169,13 @@ def dots(
     base: float | None = None,
     width: float = 8.2,
     height: float = 0.175,
+    legend: int = 3,
 ) -> Figure:
     """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
     base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
-    width, height: of the figure and of a line, in inches.
+    width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it.
     """
     places = [
         place for place in range(len(labels)) if any(is_number(values[place]) for values in series.values())
@@ -207,7 +208,7 @@ def dots(
             elinewidth=1,
             label=name,
         )
-        titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
+        titles = [f"{labels[-height]}, {name}: {value:.4g}".replace("\n", " ") for value, height, _ in drawn]
         set_titles(figure, drawing[0], titles)
     axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
@@ -220,7 +221,9 @@ def dots(
         axis.axvline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
     if axis.has_data():
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(series)), frameon=False)
+        axis.legend(
+            loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, len(series)), frameon=False
+        )
     return figure
 
 
@@ -386,10 +389,14 @@ def measured_lines(
 
 
 def ratio_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    label: str,
+    xlabel: str = "",
 ) -> Figure:
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
-    lines without any value are left out."""
+    lines without any value are left out. xlabel: what the columns are of."""
     import numpy as np
 
     rows, values = measured_lines(rows, values)
@@ -399,6 +406,7 @@ def ratio_map(
     image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
     write_values(axis, values)
     axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    axis.set_xlabel(xlabel)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
     bar = figure.colorbar(image, ax=axis, pad=0.02)

@@ -55,6 +55,9 @@ BETTER: Mapping[str, str] = {
 }
 #: Units as people write them.
 UNITS: Mapping[str, str] = {"ratio": "times"}
+#: Metrics whose values are of a device, unless their unit is that of a ratio.
+RATES = ("time", "throughput", "tokens/s", "images/s", "bandwidth")
+DIMENSIONLESS = ("ratio", "x", "%")
 #: Models with more lines than this have a table of their own, so that one benchmark does not hide the others.
 MANY = 40
 
@@ -106,6 +109,12 @@ class Scoreboard:
             )
         )
 
+    @property
+    def divided(self) -> str:
+        """How many of its values stand in which table, since no table holds them all."""
+        words = [f'{len(table.lines)} in the table "{table.caption}"' for table in self.tables]
+        return f"Of the {len(self.values)} values {', '.join(words)}."
+
 
 def measured_of(found: Iterable[Comparison]) -> int:
     """How many were measured."""
@@ -133,8 +142,9 @@ def measured_tables(found: Sequence[Comparison], sources: Sequence[str]) -> list
         groups.setdefault(one.model.partition(" ")[0], []).append(one)
     few = [one for group in groups.values() if len(group) <= MANY for one in group]
     many = {name: group for name, group in groups.items() if len(group) > MANY}
+    without = f", without {', '.join(many)}" if many else ""
     named = {
-        "Published values and ours": few,
+        f"Published values and ours{without}": few,
         **{f"Published values and ours: {name}": many[name] for name in many},
     }
     return [
@@ -162,7 +172,7 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         one.model,
         one.method,
         one.metric,
-        number(one.ratio, 2),
+        f"({number(one.ratio, 2)})" if one.ratio is not None and of_devices(one) else number(one.ratio, 2),
         better(one.metric),
         short(one.published),
         short(one.measured),
@@ -171,6 +181,12 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         one.measured_on,
         f"[{sources.index(one.source) + 1}]",
     ]
+
+
+def of_devices(one: Comparison) -> bool:
+    """Whether a ratio compares devices rather than methods: of times and rates that were measured on different ones."""
+    raw = one.unit not in DIMENSIONLESS and any(word in one.metric for word in RATES)
+    return raw and one.published_on.split("-")[0].removeprefix("1x ") not in one.measured_on
 
 
 def short(value: float | None) -> str:

@@ -59,7 +59,12 @@ class Place:
 
 
 #: Published methods by ours; SAM's mixture of INT8 and 2:4 is not measured here.
-LINEAR = {"dense": DENSE, "semi-sparse 2:4": products.LINEAR_OWN, "prune + compress only": products.PRUNING}
+LINEAR = {"dense": DENSE, "semi-sparse 2:4": products.LINEAR_OWN}
+#: Of a published method that is not measured here, why.
+OTHER = {
+    "prune + compress only": "the source prunes the layer's inputs (m x k, `s24_inp_sparsify24` of its benchmark); ours prunes "
+    "the weight"
+}
 #: Single layers were published as CUDA graphs; where those were not measured, the same one by one.
 LAUNCHED = {products.GRAPH: "CUDA graph", products.EAGER: "eager"}
 TRAINED = {"dense": DENSE, "MLP 2:4": models.OWN}
@@ -89,7 +94,7 @@ def place_of(one: Published) -> Place | None:
     metric = METRICS.get((one.metric, one.unit))
     if metric is None:
         return None
-    if one.model == "single linear":
+    if one.model == "single linear" and one.method in LINEAR:
         shape = one.setting.partition("(m,k,n) = (")[2].rstrip(")").split(",")
         return Place(products.LINEAR_KIND, "x".join(shape), LINEAR[one.method], metric, tuple(LAUNCHED))
     if one.model == "ViT-L":
@@ -137,7 +142,7 @@ def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Compa
         source=f"{one.paper}, {one.source}",
         measured=None if ours is None else ours[2],
         measured_on="" if ours is None else measured_on(*ours[:2]),
-        **how(one),
+        **({"reason": OTHER[one.method]} if one.method in OTHER else how(one)),
     )
 
 

@@ -83,9 +83,9 @@ def test_a_wrong_page_is_seen(tmp_path):
 
 @pytest.mark.nightly
 def test_links_of_the_site_lead_to_files(site):
-    """Those to reports, too, which Sphinx does not look at."""
+    """Those of and to reports, too, which Sphinx does not look at."""
     gone = []
-    for path in pages(site):
+    for path in [*pages(site), *(site / "reports").glob("*.html")]:
         for link in re.findall(r'href="([^"#?:]+)(?:[#?][^"]*)?"', path.read_text(encoding="utf-8")):
             if not (path.parent / link).exists():
                 gone.append(f"{path.relative_to(site)}: {link}")

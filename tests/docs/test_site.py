@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs import api, docstrings, generate, numerics  # noqa: E402
+from docs import api, docstrings, generate, numerics, results  # noqa: E402
 from docs.topics import TOPICS, names  # noqa: E402
 
 ON_PAGES = [name for topic in TOPICS.values() for name in names(topic)]
@@ -86,7 +86,7 @@ def test_every_record_is_on_its_page_and_drawn(monkeypatch):
 def test_links_to_reports():
     content = ["[a](../../reports/ptq.md) [b](../reports/limits.md#x)"]
     generate.rewrite(None, "guides/quantize", content)
-    assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/index.html)"]
+    assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/limits.html)"]
     with pytest.raises(ValueError, match=r"reports/none\.md, which is not there"):
         generate.rewrite(None, "faq", ["[a](../reports/none.md)"])
 
@@ -94,9 +94,29 @@ def test_links_to_reports():
 def test_pages_are_found_by_what_people_search_for():
     content = ["# Questions\n\nText."]
     generate.rewrite(None, "faq", content)
-    assert content[0].startswith("# Questions\n\n```{index} why is my model not faster, ")
+    assert content[0].startswith("# Questions\n\n```{index} !why is my model not faster, ")
     assert content[0].endswith("```\n\nText.")
-    assert [name for name in generate.SEARCHED if not (ROOT / "docs" / f"{name}.md").is_file()] == []
+    written = {f"generated/results/{name}" for name in results.pages()}
+    named = [f"{name}.md" for name in generate.SEARCHED]
+    assert [name for name in named if name not in written and not (ROOT / "docs" / name).is_file()] == []
+
+
+def test_reports_are_pages_of_the_site_and_are_found():
+    pages = results.pages()
+    assert len(pages) > 15
+    assert "](linear.md)" in pages["index.md"]
+    assert "](../../../reports/limits.md)" in pages["index.md"]
+    assert all(word in pages["linear.md"] for word in ("int4", "16 tokens", "H200"))
+    assert "<details" not in pages["linear.md"]
+
+
+def test_links_of_reports_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("")
+    (tmp_path / "a.html").write_text(
+        '<a href="data/a.csv">a</a> <a href="limits.md#x">b</a> <img src="figures/c.svg"> <a href="#d">'
+    )
+    assert generate.broken(tmp_path) == ["a.html: limits.md", "a.html: figures/c.svg"]
 
 
 # Every function of arrays states its contract.

@@ -148,7 +148,8 @@ def test_the_page_has_both_pictures_and_a_table(reproduced):
         "calibration-bytes",
         "calibration-minutes",
     ]
-    table, draws = section.tables
+    table, best, draws = section.tables
+    assert [line[3] for line in best.lines] == ["2"]
     assert [line[:4] for line in draws.lines] == [
         ["int3_g64_asymmetric", "search by inputs", draws.lines[0][2], "3"]
     ]

@@ -67,7 +67,7 @@ def test_each_accumulation_has_its_limit():
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
     assert convergence_page.finding(rows) == [
-        "Targets of speed and memory reached on a GPU: 2 of 3, 39 not measured."
+        "Targets reached on a GPU: 2 of 3, 39 not measured; of speed and memory alone 2 of 3, 39 not measured."
     ]
     assert convergence_page.finding([replace(row, metric="other") for row in rows]) == []
     assert convergence_page.finding([]) == []

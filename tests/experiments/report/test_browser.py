@@ -96,20 +96,35 @@ def first_page(tmp_path):
         row=SimpleNamespace(commit=""),
     )
     overview = SimpleNamespace(name="overview", caption="Speed")
-    values = {"pages": [one], "cards": [("ptq", card, None)], "overview": overview, "commit": ""}
+    values = {
+        "pages": [one],
+        "cards": [("ptq", card, None)],
+        "overview": overview,
+        "commit": "",
+        "families": True,
+    }
     path = tmp_path / "index.html"
     path.write_text(render("index.html.j2", scoreboard=scoreboard([]), **values))
     return path
 
 
-def test_a_phone_shows_devices_and_legible_figures(show, first_page):
+def test_a_phone_shows_devices_and_the_whole_figure(show, first_page):
     page = show(first_page, 390, 844)
     page.wait_for_function("document.querySelector('figure img').complete")
     assert page.locator("td", has_text="short run on CPU").is_visible()
     assert page.locator("td", has_text="2026-11-29").is_visible()
-    width, inside = page.locator(".wide").evaluate("(box) => [box.clientWidth, box.scrollWidth]")
-    assert width < 390 < inside == 640
+    assert 300 < page.locator("figure img").bounding_box()["width"] <= 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_what_scrolls_sideways_says_so(show):
+    page = show(LARGEST, 390, 844)
+    figure = page.locator(".wide").first
+    figure.scroll_into_view_if_needed()
+    page.wait_for_selector(".wide.more")
+    width, inside = figure.evaluate("(box) => [box.clientWidth, box.scrollWidth]")
+    assert width < 390 < inside
+    assert "swipe" in figure.evaluate("(box) => getComputedStyle(box, '::before').content")
 
 
 def test_the_first_page_is_painted_in_a_second(show):

@@ -123,6 +123,7 @@ def test_the_count_is_of_the_lines():
     assert [len(table.lines) for table in board.tables] == [1, 2]
     many = scoreboard([published("time", 1.0, 1.0)] * 41)
     assert [table.caption for table in many.tables] == ["Published values and ours: m"]
+    assert many.divided == 'Of the 41 values 41 in the table "Published values and ours: m".'
 
 
 def test_less_time_is_better_and_every_published_metric_has_a_direction():
@@ -138,6 +139,19 @@ def test_less_time_is_better_and_every_published_metric_has_a_direction():
     ]
     assert len(found) > 500
     assert {better(one.metric) for one in found} == {"more", "less"}
+
+
+def test_ratios_of_times_on_two_devices_are_in_parentheses():
+    def cell(metric, unit, on):
+        board = scoreboard([replace(published(metric, 2.0, 1.0), unit=unit, measured_on=on)])
+        return board.measured[0].lines[0][3]
+
+    assert cell("time", "ms", "NVIDIA H200, CUDA graph") == "(0.50)"
+    assert [cell("time", "ms", "NVIDIA H100 80GB HBM3"), cell("speedup", "x", "NVIDIA H200")] == [
+        "0.50",
+        "0.50",
+    ]
+    assert cell("peak memory", "GB", "NVIDIA H200") == "0.50"
 
 
 def test_small_values_keep_their_digits():
@@ -188,7 +202,9 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert found.line == "3.0,25.0 117.0,3.0"
     assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%, better"]
     assert history.History("", [first]).line == ""
-    assert found.ends == "1 to 2"
+    assert found.ends == "first 1 (11-26), now 2 (11-27)"
+    assert found.moved
+    assert not history.History("", [first, replace(second, value=1.00001)]).moved
     flat = history.History("", [row(value=1.366), row(value=1.384)])
     heights = [float(point.partition(",")[2]) for point in flat.line.split()]
     assert 1 < heights[0] - heights[1] < 1.5  # of 22: 1.3% looks like 1.3%, not like a rise from nothing
@@ -199,6 +215,10 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert history.judged(row(metric="time"), 1.0) == ""
     gaps = [replace(row(value=value, metric="gap, bits per byte"), unit="%") for value in (-0.03, 0.01)]
     assert history.changed(*gaps) == "+0.04 points"  # no -133.3%, better
+    assert history.changed(gaps[0], replace(gaps[1], value=0.26)) == "+0.29 points, worse"
+    assert history.changed(gaps[0], gaps[0]) == "unchanged"
+    shares = [replace(row(value=value, metric="recovered"), unit="%") for value in (97.0, 92.94)]
+    assert history.changed(*shares) == "-4.06 points, worse"
 
 
 def test_values_of_the_first_screen_have_their_history_committed():

@@ -128,7 +128,7 @@ def test_a_missing_result_stays_missing(places, rows):
 
 def test_nothing_measured_makes_an_empty_report(tmp_path):
     made = pages.write_pages(Paths(tmp_path, tmp_path / "reports"))
-    assert [what for what, _ in made] == [*["report"] * 5, *["answers"] * 2, "report"]
+    assert [what for what, _ in made] == [*["report"] * 6, *["answers"] * 2, *["report"] * 2]
 
 
 def test_bits_stand_beside_the_tensors_that_they_are_of(places):
