@@ -114,6 +114,11 @@
     if (details.open) enhance(details);
     details.addEventListener("toggle", () => details.open && enhance(details));
   }
+  // What scrolls sideways says so.
+  const wide = new ResizeObserver((seen) => {
+    for (const {target} of seen) target.classList.toggle("more", target.scrollWidth > target.clientWidth + 1);
+  });
+  for (const box of all(".wide, .scroll")) wide.observe(box);
   // A menu closes behind the link that was followed.
   for (const link of all(".menu a")) link.addEventListener("click", () => { link.closest("details").open = false; });
   const open = () => {
