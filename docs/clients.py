@@ -414,7 +414,7 @@ LEGEND = (
     "and the client's own rounding of activations, scales or sums (up to 0.1; transformers and vLLM ran in bfloat16); `–` "
     "refused by ao_lab, before anything is written, with what would work; `○` the client knows the scheme, this build of it "
     "has no kernel for it (vLLM ran in its CPU build; those for GPUs have more kernels and were not run); `✗` refused by the "
-    "client. transformers and vLLM "
+    "client; empty: not run. transformers and vLLM "
     'read what `for_layout("compressed-tensors")` makes of the configuration; other schemes load in transformers after '
     "`import ao_lab`."
 )
