@@ -10,7 +10,9 @@ it looks for an end. No sequence is padded, so that attention reads no mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from ao_lab.compile.fused_linears import compile_options
 from ao_lab.kv_cache.attention import inner, reader_of_caches, takes_functions
-from ao_lab.kv_cache.cache import KVCache
+from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
 
 #: Steps before a capture, the first of which compiles; steps between two looks for an end.
@@ -31,11 +33,12 @@ class GreedyDecoding:
     max_length: tokens of prompt and answer together. kv_cache: a recipe of `use_kv_cache_`. compiled: run a step with
     torch.compile and `compile_options`, which takes some seconds at the first call. captured: record a step as a CUDA graph.
     Default of both: on a GPU. The model's attention is set to "ao_lab"; its weights are unchanged and may be quantized, but not
-    be replaced once a step was recorded.
+    be replaced once a step was recorded. Its `generation_config` is not read: a token is the one of the largest logit, without
+    penalties or forced tokens, and end tokens are the caller's.
 
     TypeError for anything but a transformers decoder. ValueError for a max_length below 2, an unknown recipe or one that the
-    model's heads do not support, captured=True on a CPU, a model whose attention cannot be replaced, and one with layers that
-    have a sliding window or a state of another kind.
+    model's heads do not support, captured=True on a CPU, a model whose attention cannot be replaced or has sinks or latent
+    states, and one with layers that have a sliding window or a state of another kind.
     """
 
     def __init__(
@@ -66,9 +69,8 @@ class GreedyDecoding:
         self.max_length = max_length
         self._eager = NextToken(model)
         self._mask = self.cache.no_padding
-        options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
         wanted = on_gpu if compiled is None else compiled
-        self._next: Callable[..., Tensor] = torch.compile(self._eager, **options) if wanted else self._eager
+        self._next: Callable[..., Tensor] = one_program(self._eager) if wanted else self._eager
         #: All tokens so far (sequences, max_length), and their number, 0-d int64 on the device.
         self.tokens = torch.zeros((0, max_length), dtype=torch.int64, device=self.device)
         self.length = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -81,14 +83,15 @@ class GreedyDecoding:
         """Tokens (B, prompt) to (B, prompt + new). With eos_token_id, one or several, it ends where every sequence has one,
         and what a sequence has behind its own stays.
 
-        ValueError for an empty prompt, for tokens beyond `max_length`, and for another number of sequences than before.
+        input_ids: integers, none of them padding. TypeError for anything else, and for numbers that are none. ValueError for
+        another shape, an empty prompt, tokens beyond `max_length`, and another number of sequences than before.
         """
         self._check_room(input_ids, max_new_tokens)
+        ends = ends_of(eos_token_id, self.device)
         if self.captured and self._graph is None:
             self._capture(input_ids)
         self.begin(input_ids)
         prompt, wanted = input_ids.shape[1], input_ids.shape[1] + max_new_tokens
-        ends = torch.as_tensor([] if eos_token_id is None else eos_token_id, device=self.device)
         for known in range(prompt + 1, wanted + 1):
             if ends.numel() and ((known - prompt) % LOOK == 0 or known == wanted):
                 end = self._end(prompt, known, ends)
@@ -103,11 +106,12 @@ class GreedyDecoding:
         """Read a prompt (B, tokens), and choose the token behind it."""
         self._check_room(input_ids, 1)
         batch, prompt = input_ids.shape
+        self.cache.reset()
+        chosen = self._eager(input_ids, self.cache, self._mask)
         if not len(self.tokens):
             self.tokens = self.tokens.new_zeros((batch, self.max_length))
-        self.cache.reset()
         self.tokens[:, :prompt] = input_ids
-        self.tokens[:, prompt : prompt + 1] = self._eager(input_ids, self.cache, self._mask)
+        self.tokens[:, prompt : prompt + 1] = chosen
         self.length.fill_(prompt + 1)
 
     @property
@@ -116,7 +120,10 @@ class GreedyDecoding:
         return self._graph is not None
 
     def step(self) -> None:
-        """One more token of each sequence, replayed where it was recorded; nobody counts whether there is room."""
+        """One more token of each sequence, replayed where it was recorded; nobody counts whether there is room. ValueError
+        before a prompt."""
+        if not len(self.tokens):
+            raise ValueError("there is no prompt for a step to go on from; call begin(input_ids) first")
         if self._graph is None:
             self.run()
         else:
@@ -132,6 +139,7 @@ class GreedyDecoding:
         self.length.add_(1)
 
     def _check_room(self, input_ids: Tensor, new: int) -> None:
+        check_tokens(input_ids, new)
         batch, prompt = input_ids.shape
         if prompt < 1 or new < 1 or prompt + new > self.max_length:
             raise ValueError(
@@ -172,13 +180,60 @@ class NextToken(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        """ids: (B, tokens), written into the cache."""
+        """ids: (B, tokens), written into the cache, at positions that some models would take from a mask."""
+        places: dict[str, Any] = {}
+        if self.takes_positions:
+            places["position_ids"] = (
+                cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)[None]
+            )
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **places,
         ).logits
         return logits[:, -1:].argmax(-1)
+
+
+def one_program(step: nn.Module) -> Callable[..., Tensor]:
+    """A step by torch.compile with programs of its own. An older torch counts all objects' together: a ninth is eager."""
+    options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Tensor] = torch.compile(step, **options)
+    return compiled
+
+
+def check_tokens(input_ids: Any, new: Any) -> None:
+    """TypeError or ValueError for what is no tokens (B, prompt), or no number of new ones."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise TypeError(
+            f"input_ids are a tensor of int64 or int32, got {got}; pass tokenizer(...).input_ids as one"
+        )
+    if input_ids.dim() != 2 or not len(input_ids):
+        raise ValueError(
+            f"input_ids have shape (sequences, tokens), got {tuple(input_ids.shape)}; input_ids[None] is one sequence"
+        )
+    if type(new) is bool or not isinstance(new, Integral):
+        raise TypeError(f"max_new_tokens is a number of tokens, an integer, got {new!r}")
+
+
+def ends_of(eos_token_id: Any, device: Any) -> Tensor:
+    """End tokens as a tensor, an empty one of None. TypeError for others than integers."""
+    given = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    ends = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(end, Integral) for end in ends):
+        raise TypeError(
+            f"eos_token_id is one token or several, as integers, got {eos_token_id!r}; tokenizer.convert_tokens_to_ids has a "
+            "word's"
+        )
+    return torch.tensor(ends, dtype=torch.int64, device=device)
 
 
 def _check(model: Any, max_length: int) -> None:
@@ -193,8 +248,9 @@ def _check(model: Any, max_length: int) -> None:
             f"the attention of {type(model).__name__} cannot be replaced, and its own does not read an ao_lab cache; use "
             "transformers' generate()"
         )
+    check_attention(model)
     if type(max_length) is not int or max_length < 2:
         raise ValueError(f"max_length is a number of tokens, 2 or more; got {max_length!r}")
 
 
-__all__ = ["GreedyDecoding"]
+__all__ = ["GreedyDecoding", "check_tokens", "ends_of", "one_program"]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ao_lab.compile.fused_linears import compile_options
+from ao_lab.greedy_decoding import check_tokens, ends_of, one_program
 from ao_lab.kv_cache.attention import inner, reader_of_caches
-from ao_lab.kv_cache.cache import KVCache
+from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
 
 #: Rounds before a capture.
@@ -63,8 +63,8 @@ class SelfSpeculation:
     several tokens may choose the other, as in any speculative decoding; and with a recipe that keeps the last tokens
     unquantized (`residual`), those that rejected drafts pushed out come back quantized.
 
-    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows or with
-    states of a recurrence or convolution.
+    TypeError for a model without such layers. ValueError for numbers out of range, and for layers with sliding windows, with
+    states of a recurrence or convolution, with latent states, or with attention sinks.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class SelfSpeculation:
     ) -> None:
         model = inner(model)
         layers = _layers(model)
+        check_attention(model)
         if not 1 <= exit_layer < len(layers):
             raise ValueError(
                 f"exit_layer is at least 1 and below this model's {len(layers)} layers, got {exit_layer}; the first "
@@ -102,9 +103,8 @@ class SelfSpeculation:
             )
         model.set_attn_implementation(reader_of_caches(model))
         whole, early = NextTokens(model), NextTokens(_first_layers(model, exit_layer))
-        options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
-        self.check: Callable[..., Tensor] = torch.compile(whole, **options) if compiled else whole
-        self.draft: Callable[..., Tensor] = torch.compile(early, **options) if compiled else early
+        self.check: Callable[..., Tensor] = one_program(whole) if compiled else whole
+        self.draft: Callable[..., Tensor] = one_program(early) if compiled else early
         self._prefill = whole
         self.places = torch.arange(max_length + drafts + 1, device=device)
         #: All tokens so far, with room for a round beyond the last; their number; accepted drafts; rounds.
@@ -123,12 +123,12 @@ class SelfSpeculation:
 
         ValueError for more than one sequence, an empty prompt, and tokens beyond `max_length`.
         """
+        ends = ends_of(eos_token_id, self.places.device)
         self.begin(input_ids, max_new_tokens)
         if self.captured and self._replay is None and max_new_tokens > 1:
             self._capture(input_ids)
         prompt, wanted = input_ids.shape[1], input_ids.shape[1] + max_new_tokens
         known = int(self.length)
-        ends = torch.as_tensor([] if eos_token_id is None else eos_token_id, device=self.places.device)
         end = self._end(prompt, known, ends)
         while known < wanted and end is None:
             self.step()
@@ -140,6 +140,7 @@ class SelfSpeculation:
     @torch.no_grad()
     def begin(self, input_ids: Tensor, max_new_tokens: int = 1) -> None:
         """Read the prompt, and choose the first token."""
+        check_tokens(input_ids, max_new_tokens)
         batch, prompt = input_ids.shape
         if batch != 1 or prompt < 1:
             raise ValueError(
@@ -155,7 +156,7 @@ class SelfSpeculation:
         for counter in (self.length, self.accepted, self.rounds):
             counter.zero_()
         self.tokens[:, :prompt] = input_ids
-        self.tokens[:, prompt] = self._prefill(input_ids, self.cache)[:, -1].argmax(-1)
+        self.tokens[:, prompt] = self._prefill(input_ids, self.cache, logits_to_keep=1)[:, -1].argmax(-1)
         self.length.add_(prompt + 1)
 
     @property
@@ -232,12 +233,15 @@ class NextTokens(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, cache: Any, visible: Tensor | None = None) -> Tensor:
-        """Tokens (1, n), written into the cache. visible: (1, 1, n, room), bool; None: each sees those before it."""
+    def forward(
+        self, ids: Tensor, cache: Any, visible: Tensor | None = None, logits_to_keep: int = 0
+    ) -> Tensor:
+        """Tokens (1, n), written into the cache. visible: (1, 1, n, room), bool; None: each sees those before it.
+        logits_to_keep: after how many of the last tokens; 0: after all."""
         hidden = self.model.model(
             input_ids=ids, attention_mask=visible, past_key_values=cache, use_cache=True
         ).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden)
+        logits: Tensor = self.model.lm_head(hidden[:, -logits_to_keep:])
         return logits
 
 

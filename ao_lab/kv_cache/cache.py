@@ -224,7 +224,7 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             f"the attention of {type(model).__name__} cannot be replaced, and its own does not read a low-precision "
             "cache; use transformers' own cache"
         )
-    _check_attention(model)
+    check_attention(model)
     chosen = recipe_for(model, recipe)
     scales_by_layer(model, chosen, bool(model.config.is_encoder_decoder))
     settings = _settings(model, chosen, before)
@@ -235,7 +235,7 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     return settings
 
 
-def _check_attention(model: Any) -> None:
+def check_attention(model: Any) -> None:
     """ValueError for layers that compute with what a cache in low precision, or our attention, does not give them."""
     for name, module in model.named_modules():
         if getattr(module, "sinks", None) is not None:
@@ -327,4 +327,4 @@ def _check_length(cache: Any, wanted: int) -> None:
         )
 
 
-__all__ = ["KVCache", "KVCacheSettings", "prepare_cache", "use_kv_cache_"]
+__all__ = ["KVCache", "KVCacheSettings", "check_attention", "prepare_cache", "use_kv_cache_"]

@@ -85,8 +85,8 @@ def attention(
     S positions hold a token, a number or one for each of B; None: all. causal: query t of T sees the first length - T + t + 1
     of them. mask: bool (True: attend) or float (added to scores), broadcast to (B, H, T, S). softcap: scores become
     softcap tanh(score / softcap) before bias and mask. out_dtype: that of q, or a name. A query that sees nothing gives zeros;
-    what a mask or the length hides is never read, so that NaN there does no harm. A score that is NaN or infinity makes all
-    results of its query NaN, a NaN in a value that of its channel.
+    what a mask or the length hides is never read, so that NaN there does no harm. A score that is NaN or plus infinity makes
+    all results of its query NaN, a NaN in a value that of its channel; of a score of minus infinity the weight is 0.
 
     accumulation: "exact", or "hopper_fp8": see the module; k and v as values, promote: tokens of a chain, None for all.
     computed: keys and values as they were computed, arrays (B, KV, S, D), of which each query sees those that `window` says,

@@ -1,5 +1,6 @@
 """Greedy decoding by a loop of our own: tokens are those of transformers' `generate()`."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -37,17 +38,40 @@ def test_it_ends_where_every_sequence_has_an_end():
 
 
 def test_a_compiled_step_is_one_program():
-    """The same tokens; nothing is compiled again for another prompt."""
+    """The same tokens; nothing is compiled again for another prompt, and another object has a program of its own."""
     model, compile_ = llama(layers=1), torch.compile
+
+    @functools.wraps(compile_)
+    def eagerly(f, isolate_recompiles, **_):
+        return compile_(f, backend="eager", fullgraph=True, isolate_recompiles=isolate_recompiles)
+
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    with mock.patch.object(torch, "compile", lambda f, **_: compile_(f, backend="eager", fullgraph=True)):
-        decoding = GreedyDecoding(model, max_length=32, compiled=True)
+    with mock.patch.object(torch, "compile", eagerly):
+        decoding, other = (GreedyDecoding(model, max_length=32, compiled=True) for _ in range(2))
     expected = GreedyDecoding(model, max_length=32)
     for prompts in (PROMPTS, PROMPTS[:, 2:]):
         assert torch.equal(decoding.generate(prompts, 8), expected.generate(prompts, 8))
     assert counters["stats"]["unique_graphs"] == 1
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert torch.equal(other.generate(PROMPT, 8), expected.generate(PROMPTS, 8)[:1])
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_positions_are_those_of_generate():
+    """Of a model that takes them from its mask, of which there is none."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=61, word_embed_proj_dim=32,
+        max_position_embeddings=32, pad_token_id=0, eos_token_id=None, init_std=1.0,
+    )  # fmt: skip
+    model = transformers.OPTForCausalLM(config).eval()
+    expected = greedy(model, PROMPTS, 12)
+    assert len(expected[:, 7:].unique()) > 4
+    assert torch.equal(GreedyDecoding(model, max_length=32).generate(PROMPTS, 12), expected)
 
 
 def test_calls_that_cannot_be():
@@ -66,6 +90,31 @@ def test_calls_that_cannot_be():
     decoding.generate(PROMPT, 2)
     with pytest.raises(ValueError, match="has 1 sequences and got 2"):
         decoding.generate(PROMPTS, 2)
+    model.model.layers[0].self_attn.expand_kv = None
+    with pytest.raises(ValueError, match="latent states"):
+        GreedyDecoding(model)
+
+
+def test_tokens_that_are_none():
+    """Said before anything is written; a call that fails in the model leaves another number of sequences possible."""
+    decoding = GreedyDecoding(llama(layers=1), max_length=16)
+    with pytest.raises(ValueError, match="call begin"):
+        decoding.step()
+    for wrong in (PROMPT.tolist(), PROMPT.float(), PROMPT.bool(), None):
+        with pytest.raises(TypeError, match="input_ids are a tensor of int64 or int32"):
+            decoding.generate(wrong, 2)
+    for wrong in (PROMPT[0], PROMPT[:0], PROMPT[None]):
+        with pytest.raises(ValueError, match="input_ids have shape"):
+            decoding.generate(wrong, 2)
+    for new in (2.0, True, None):
+        with pytest.raises(TypeError, match="max_new_tokens is a number of tokens"):
+            decoding.generate(PROMPT, new)
+    for end in ("</s>", 2.0, [2, "</s>"]):
+        with pytest.raises(TypeError, match="eos_token_id is one token or several"):
+            decoding.generate(PROMPT, 2, end)
+    with pytest.raises(IndexError):
+        decoding.generate(PROMPTS + 61, 2)
+    assert decoding.generate(PROMPT, 2, torch.tensor(61)).shape == (1, 9)
 
 
 def sliding():

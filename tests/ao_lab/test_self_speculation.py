@@ -49,6 +49,14 @@ def test_tokens_are_those_of_greedy_decoding(exit_layer, drafts):
     assert found.acceptance < 0.6
 
 
+def test_of_a_prompt_the_last_logits_alone():
+    """A long prompt's would be as large as a model."""
+    model, sizes = llama(), []
+    model.lm_head.register_forward_hook(lambda _, given, result: sizes.append(result.shape[1]))
+    SelfSpeculation(model, exit_layer=1, drafts=2, max_length=32).begin(PROMPT)
+    assert sizes == [1]
+
+
 def test_right_drafts_are_accepted():
     """All of them, in every round: tokens in as few rounds as that allows."""
     model = idle_after(llama(), 2)
