@@ -39,7 +39,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_write(p: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter as a plain tensor that a step writes to; a weight that FSDP2 gathers quantized
-    (`ao_lab.training.fsdp.CastOnGather`) counts that, so that what was made of it is made anew."""
+    (`ao_lab.training.shard.CastOnGather`) counts that, so that what was made of it is made anew."""
     part = local(p.detach())
     return part.to_write() if hasattr(part, "to_write") else part
 

@@ -1,10 +1,10 @@
 """FSDP2 that gathers codes of 8 bits: layers whose weight travels so, the shard, its hooks, and scales over ranks.
 
-**The shard** (`CastOnGather`) stays in its own dtype. FSDP2 slices the parameter and keeps a shard; optimizers update that
-shard as they do any other. Before a layer runs FSDP2 asks the shard what to send; what arrives is a `QuantizedTensor`, which
-the layer multiplies with as it is. Operations run on the tensor inside. Views (rows and the transpose among them, so that what
-is written to these is counted too), and copies that FSDP2 and `module.to` make, are of this class again; all other results are
-plain tensors, so that the state of optimizers, gradients and checkpoints is plain.
+**The shard** (`ao_lab.training.shard.CastOnGather`) stays in its own dtype. FSDP2 slices the parameter and keeps a shard;
+optimizers update that shard as they do any other. Before a layer runs FSDP2 asks the shard what to send; what arrives is a
+`QuantizedTensor`, which the layer multiplies with as it is. Operations run on the tensor inside. Views (rows and the transpose
+among them, so that what is written to these is counted too), and copies that FSDP2 and `module.to` make, are of this class
+again; all other results are plain tensors, so that the state of optimizers, gradients and checkpoints is plain.
 
 **What is sent** are codes and scales of `fast.quantize` of the whole weight. The shard is cast to the dtype that FSDP2 would
 gather in (`MixedPrecisionPolicy.param_dtype`) and then quantized, so that gathering codes instead of values changes no bit of
@@ -41,200 +41,25 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fast
 from ao_lab.config.recipe import Recipe as Storage
-from ao_lab.tensor.fsdp import Metadata, gathered_parts, refill, sent, whole_weight
+from ao_lab.tensor.fsdp import gathered_parts, refill, sent, whole_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.training.layers import LowPrecisionLinear
 from ao_lab.training.products import is_captured
 from ao_lab.training.scales_over_ranks import amax_over, apart, magnitudes, scales_of
+from ao_lab.training.shard import CastOnGather, Gathered, Sent
 from ao_lab.transforms.layers import check_model
 from reference import Quantized, Scales, Scheme
 from reference.training.recipe import Recipe
 
-aten = torch.ops.aten
-#: Operations whose results share the memory of the shard, beside those of whose schemas torch knows that.
-VIEWS = {aten._unsafe_view.default, aten.lift_fresh.default}
-#: Operations that make another shard of the same kind: FSDP2 pads with `new_zeros`, modules move by the others.
-COPIES = {
-    aten.clone.default, aten._to_copy.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default,
-    aten._pin_memory.default,
-}  # fmt: skip
-
-
-@dataclass(eq=False)
-class Amax:
-    """The largest magnitude of a whole weight, of which each rank holds a shard; shared by all views of the shard.
-
-    It holds as long as the weight has the version that it was found for; see `version_of`.
-    """
-
-    #: float32, 0-d, over all ranks; None: not known.
-    amax: torch.Tensor | None = None
-    #: The weight's scale, and the dtype that the weight was cast to before; None: not known.
-    scale: torch.Tensor | None = None
-    dtype: torch.dtype | None = None
-    version: tuple[int, ...] | None = None
-    #: How many operations have written to the shard.
-    writes: int = 0
-    #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
-    sent: tuple[tuple[Any, ...], Gathered] | None = None
-    #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
-    form: tuple[tuple[Any, ...], Metadata] | None = None
-    #: Whether a CUDA graph has an operation that writes to the shard: replays of it cannot be seen.
-    replayed: bool = False
-
-    def written(self) -> None:
-        """Count an operation that writes to the shard; what was made of its values is let go."""
-        self.writes += 1
-        self.sent = None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            self.replayed = True
-
-
-def is_view(func: Any) -> bool:
-    """Whether results of an operation share the memory of the shard: a row, rows, the transpose."""
-    return func.is_view or func in VIEWS
-
-
-@lru_cache(maxsize=256)
-def writes_first(func: Any) -> bool:
-    """Whether an operation writes to the memory of its first argument, to no other, and returns it: most of an optimizer's do.
-    They take a short way, since a step has ten of them a weight and a launch waits for each."""
-    schema = func._schema
-    written = [
-        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
-    ]
-    changes_shape = torch.Tag.inplace_view in func.tags or is_view(func)
-    return any(written[:1]) and not any(written[1:]) and len(schema.returns) == 1 and not changes_shape
-
-
-@lru_cache(maxsize=256)
-def writes_lists(func: Any) -> bool:
-    """Whether an operation writes to the tensors of its first argument, a list, and returns nothing: foreach operations, whose
-    lists have every weight of an optimizer."""
-    schema = func._schema
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-    return (
-        any(written[:1])
-        and not any(written[1:])
-        and not schema.returns
-        and str(schema.arguments[0].type) == "List[Tensor]"
-    )
-
-
-def tell(known: Amax, func: Any) -> None:
-    """Let a shard know of an operation on it: one that writes, or a collective, whose schema does not say that it writes. Ranks
-    reduce scales together: a write is only what all of them do."""
-    if func._schema.is_mutable:
-        known.written()
-    elif func.namespace == "c10d":
-        known.sent = None
-
-
-def inside(given: Any) -> Any:
-    """Plain tensors for shards, alone or in a list."""
-    if isinstance(given, (list, tuple)):
-        return [one.dense if isinstance(one, CastOnGather) else one for one in given]
-    return given.dense if isinstance(given, CastOnGather) else given
-
-
-def plainly_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no tensor is in a list or named."""
-    nested = any(isinstance(value, (list, tuple)) for value in args)
-    return not nested and not any(isinstance(value, (torch.Tensor, list, tuple)) for value in kwargs.values())
-
-
-class CastOnGather(torch.Tensor):
-    """A weight, or a shard of its rows, in its own dtype; see the module text. dense: the tensor inside."""
-
-    dense: torch.Tensor
-    scheme: Scheme
-    known: Amax
-
-    @staticmethod
-    def __new__(cls, dense: torch.Tensor, scheme: Scheme, known: Amax | None = None) -> CastOnGather:
-        """A tensor over the memory of `dense`, gathered in `scheme`. known: of the shard that this is a view of."""
-        shard: CastOnGather = torch.Tensor._make_wrapper_subclass(
-            cls,
-            dense.shape,
-            strides=dense.stride(),
-            storage_offset=dense.storage_offset(),
-            dtype=dense.dtype,
-            device=dense.device,
-            requires_grad=dense.requires_grad,
-        )
-        shard.dense, shard.scheme, shard.known = dense, scheme, Amax() if known is None else known
-        return shard
-
-    def to_write(self) -> torch.Tensor:
-        """The tensor inside, for a kernel that writes to it by its address; counted as a write."""
-        self.known.written()
-        return self.dense
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if writes_lists(func):
-            for t in args[0]:
-                if isinstance(t, CastOnGather):
-                    t.known.written()
-            func(*(inside(one) for one in args), **{name: inside(one) for name, one in kwargs.items()})
-            return None
-        if writes_first(func) and isinstance(args[0], CastOnGather) and plainly_given(args, kwargs):
-            args[0].known.written()
-            func(*(t.dense if isinstance(t, CastOnGather) else t for t in args), **kwargs)
-            return args[0]
-        shards = [t for t in tree_leaves((args, kwargs)) if isinstance(t, CastOnGather)]
-        for shard in shards:
-            tell(shard.known, func)
-        inner_args, inner_kwargs = tree_map_only(CastOnGather, lambda t: t.dense, (args, kwargs))
-        result = func(*inner_args, **inner_kwargs)
-        first = shards[0]
-        if is_view(func) or func in COPIES:
-            known = first.known if is_view(func) else None
-            result = tree_map_only(torch.Tensor, lambda t: CastOnGather(t, first.scheme, known), result)
-        if is_view(func) or func._schema.is_mutable:
-            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
-        return result
-
-    def __tensor_flatten__(self) -> tuple[list[str], Scheme]:
-        return ["dense"], self.scheme  # what compiled programs depend on
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], scheme: Scheme, size: Any, stride: Any
-    ) -> CastOnGather:
-        return CastOnGather(inner["dense"], scheme)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"CastOnGather({self.scheme.name}, {self.dense!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor in files: what reads them need not know this class."""
-        if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(self.dense, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-#: What stays on this rank: the shard's codes and scales, their dtype, what was sent, and a number that no other codes have.
-Sent = tuple[Quantized, torch.dtype, Metadata, int]
-#: The tensors to gather, and what stays.
-Gathered = tuple[tuple[torch.Tensor, ...], Sent]
 _numbers = itertools.count()
 #: Where a gathered weight has the number of the codes that it was made of.
 MADE_OF = "_made_of"
@@ -494,8 +319,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     Call it after every optimizer step, on every rank. Without it each weight reduces its own scale when it is gathered first
     after a step. A scale is used as long as its weight has not changed: after a load, or a step that this did not follow, it is
-    found again. Weights of which some rank has no rows are left to that. Codes, of any scheme, are made anew at the next
-    gather. TypeError for anything but a model.
+    found again, by all ranks together: a rank that alone wrote to its shard waits for the others, so let all of them write, if
+    only to no row (`weight.to_local()[:0].zero_()`). Weights of which some rank has no rows are left to that. Codes, of any
+    scheme, are made anew at the next gather. TypeError for anything but a model.
     """
     check_model(module)
     groups: dict[Any, list[tuple[nn.Module, CastOnGather]]] = {}
@@ -544,7 +370,8 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
     write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it,
     `to_local()` in inference mode; one by a collective, where scales are of the tensor) are not seen:
-    `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again.
+    `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again. Where scales are of the tensor a write
+    that is seen on one rank alone lets that rank reduce the scale alone, and wait.
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ao_lab.install.extras import explained
-from ao_lab.training.fsdp import CastOnGather, GatheredLinear, gather_recipe, swap
+from ao_lab.training.fsdp import GatheredLinear, gather_recipe, swap
 from ao_lab.training.layers import LowPrecisionLinear, Settings, steps
+from ao_lab.training.shard import CastOnGather
 from reference.training.recipe import Recipe, recipe_of
 
 try:

@@ -120,10 +120,10 @@ def zero_points(
     warps = min(max(together * length // WARP, 1), 16)
     result = torch.empty(count, dtype=torch.float32, device=rows.device)
     options = {} if interpreted() else {"num_warps": warps, **UNFUSED}
-    hqq_kernel[(triton.cdiv(count, together),)](
-        rows.contiguous(), scale.contiguous(), zero.contiguous(), result, count,
-        length, together, steps, float(p - 1), float(beta), float(top), float(middle), storage, **options,
-    )  # fmt: skip
+    pointers = rows.contiguous(), scale.contiguous(), zero.contiguous(), result
+    numbers = steps, float(p - 1), float(beta), float(top), float(middle), storage
+    with torch.cuda.device(rows.get_device()):
+        hqq_kernel[(triton.cdiv(count, together),)](*pointers, count, length, together, *numbers, **options)
     return result
 
 

@@ -186,8 +186,8 @@ def gradient(
 
 
 def sums_blocks(w: torch.Tensor, by: Unit) -> bool:
-    """Whether `gradient` sums over the blocks of w."""
-    return 0 < by.run(w) <= LONGEST
+    """Whether `gradient` sums over the blocks of w: not over those of no elements, for which nothing is launched."""
+    return w.numel() > 0 and 0 < by.run(w) <= LONGEST
 
 
 def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
@@ -195,10 +195,9 @@ def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
     result = torch.empty_like(v)
     options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
     if v.numel():
-        grid = (triton.cdiv(v.numel(), LEAST),)
-        sign_step_kernel[grid](
-            v.contiguous(), gradient.contiguous(), result, v.numel(), rate, LEAST, **options
-        )
+        grid, pointers = (triton.cdiv(v.numel(), LEAST),), (v.contiguous(), gradient.contiguous(), result)
+        with torch.cuda.device(v.get_device()):
+            sign_step_kernel[grid](*pointers, v.numel(), rate, LEAST, **options)
     return result
 
 
@@ -206,29 +205,18 @@ def keep(better: torch.Tensor, new: torch.Tensor, kept: torch.Tensor) -> None:
     """Copy new into kept, contiguous tensors of one shape and dtype, where `better` (uint8, 1 element) is not 0."""
     options = {} if interpreted() else {"num_warps": 4}
     if kept.numel():
-        keep_better_kernel[(triton.cdiv(kept.numel(), LEAST),)](
-            better, new.contiguous(), kept, kept.numel(), LEAST, **options
-        )
+        grid, pointers = (triton.cdiv(kept.numel(), LEAST),), (better, new.contiguous(), kept)
+        with torch.cuda.device(kept.get_device()):
+            keep_better_kernel[grid](*pointers, kept.numel(), LEAST, **options)
 
 
 def _run(kernel: Any, w: torch.Tensor, pointers: tuple[Any, ...], by: Unit, size: int, *more: Any) -> None:
     options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
-    steps = (len(by.table) + 1) // 2
+    steps, grid = (len(by.table) + 1) // 2, (triton.cdiv(w.numel(), size),)
+    sizes = w.numel(), w.shape[1], by.columns, by.rows, by.length, by.step, steps, by.run(w), size
     if w.numel():
-        kernel[(triton.cdiv(w.numel(), size),)](
-            *pointers,
-            w.numel(),
-            w.shape[1],
-            by.columns,
-            by.rows,
-            by.length,
-            by.step,
-            steps,
-            by.run(w),
-            size,
-            *more,
-            **options,
-        )
+        with torch.cuda.device(w.get_device()):
+            kernel[grid](*pointers, *sizes, *more, **options)
 
 
 __all__ = ["Unit", "gradient", "keep", "moved", "step", "sums_blocks", "unit"]

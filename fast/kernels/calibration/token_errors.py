@@ -1,7 +1,8 @@
 """The mean squared error of each token's outputs, and its gradient: a read of both operands each way, and no float32 copy.
 
-Channels of a token are a row. Differences, squares and sums are float32; a gradient has the bits of torch's
-`(y.float() - wanted.float()).square().mean(-1)`: (g / channels) * (2 * difference), rounded to y's dtype.
+Channels of a token are a row. Differences, squares and sums are float32. A gradient is (g / channels) * (2 * difference), each
+rounded to float32, then to y's dtype: the bits of torch's `(y.float() - wanted.float()).square().mean(-1)` on a CPU. On a GPU
+torch multiplies g by 1 / channels, which has other bits where channels are no power of two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from fast.kernels.bits import read, widened
 from fast.kernels.sm90.bf16x2 import narrowed
 from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, interpreted
+from fast.launch.launcher import UNFUSED, interpreted, same_device
 
 #: Channels of a token at most: a program has them all.
 MOST = 16384
@@ -66,7 +67,8 @@ class _TokenErrors(torch.autograd.Function):
 
 def is_supported(y: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether these are float outputs of a row a program."""
-    return {y.dtype, wanted.dtype} <= set(FLOAT_NAMES) and y.shape == wanted.shape and 0 < y.shape[-1] <= MOST
+    alike = y.shape == wanted.shape and same_device(y, wanted)
+    return alike and {y.dtype, wanted.dtype} <= set(FLOAT_NAMES) and 0 < y.shape[-1] <= MOST
 
 
 def token_errors(y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,8 @@ def _run(kernel: Any, pointers: tuple[torch.Tensor, ...], *more: Any) -> None:
     size = triton.next_power_of_2(channels)
     options = {} if interpreted() else {"num_warps": min(max(size // 1024, 1), 8), **UNFUSED}
     if count:
-        kernel[(count // channels,)](*pointers, channels, size, *more, **options)
+        with torch.cuda.device(pointers[0].get_device()):
+            kernel[(count // channels,)](*pointers, channels, size, *more, **options)
 
 
 __all__ = ["is_supported", "token_errors"]

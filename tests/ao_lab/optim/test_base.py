@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit, base
 from ao_lab.optim.slots import lead_axes, like, moment_of, put_moment, slot_of
-from ao_lab.training.fsdp import CastOnGather
+from ao_lab.training.shard import CastOnGather
 from fast.optim import update
 from fast.optim.update import Moment, Rule, Slot, Updates
 from reference import SCHEMES

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,14 +18,13 @@ from ao_lab.training import fsdp as hooks
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.casts import weight_columns, weight_rows
 from ao_lab.training.fsdp import (
-    CastOnGather,
     GatheredLinear,
     _remember_scales,
     gather_recipe,
-    tell,
     weight_rows_everywhere,
 )
 from ao_lab.training.scales_over_ranks import magnitudes, scales_of
+from ao_lab.training.shard import CastOnGather, tell
 from fast.launch.launcher import ALIGNMENT
 from reference import SCHEMES
 from reference.training.linear import operands
@@ -214,6 +214,38 @@ def test_every_write_is_counted():
         write()
         assert weight.known.writes > before
     assert torch.equal(weight.dense, torch.full((8, 4), 2.0))
+
+
+def test_a_shard_that_is_read_is_as_old_as_before():
+    """One rank may read alone (into a buffer, an average): scales of its weight are those that the others have."""
+    weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
+    for read in (
+        lambda: torch.empty(8, 4).copy_(weight),
+        lambda: torch.zeros(8, 4).lerp_(weight, 0.5),
+        lambda: torch.zeros(4).add_(weight[1]),
+        lambda: torch.add(weight, 1, out=torch.empty(8, 4)),
+        lambda: torch._foreach_copy_([torch.empty(8, 4)], [weight]),
+        lambda: weight[1].numpy().sum(),
+    ):
+        read()
+        assert weight.known.writes == 0
+    torch.add(torch.ones(8, 4), 1, out=weight)
+    assert weight.known.writes == 1
+
+
+def test_values_outside_of_torch():
+    """Those of plain tensors, of rows and transposes too; what nobody would count cannot be written."""
+    weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
+    for one, plain in ((weight, weight.dense), (weight[1], weight.dense[1]), (weight.t(), weight.dense.t())):
+        assert np.array_equal(np.asarray(one), plain.numpy())
+        assert one.tolist() == plain.tolist()
+        with pytest.raises(ValueError, match="read-only"):
+            one.numpy()[0] = 1
+    assert f"{weight[1, 2]:.3f}" == f"{weight.dense[1, 2]:.3f}"
+    with pytest.raises(RuntimeError, match="detach"):
+        nn.Parameter(weight).numpy()
+    assert torch.equal(torch.from_dlpack(weight[1]), weight.dense[1])
+    assert weight.known.writes == 1
 
 
 def test_tied_weights():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,8 @@ from fast.calibration.signround import (
     signround_step,
     signround_unchecked,
 )
+from fast.kernels.calibration import hqq, token_errors
+from fast.kernels.calibration import signround as signround_kernel
 from reference import SCHEMES, choose_scales
 from reference.calibration import signround as rule
 from reference.calibration.signround import SignRoundState
@@ -148,6 +153,39 @@ def test_loops_wait_for_no_device(scheme):
 def test_the_kernels():
     assert len(lines_of("calibration", "signround")) == 8
     assert len(lines_of("calibration", "token_errors")) == 3
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Whichever device is the current one: Triton launches on that."""
+    inside, launched = [], []
+
+    @contextmanager
+    def entered(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    for module, names in (
+        (signround_kernel, ("moved_kernel", "gradient_kernel", "sign_step_kernel", "keep_better_kernel")),
+        (token_errors, ("errors_kernel", "gradients_kernel")),
+        (hqq, ("hqq_kernel",)),
+    ):
+        for name in names:
+            record = defaultdict(lambda name=name: lambda *_, **__: launched.append((name, list(inside))))
+            monkeypatch.setattr(module, name, record)
+    w, (v, *_), _ = case(11, "int4_g32")
+    unit = signround_kernel.Unit(torch.ones(64), 1, 32, 4, torch.empty(0), 1.0)
+    signround_kernel.moved(w, v, unit)
+    signround_kernel.gradient(v, w, v, unit, sums=True)
+    signround_kernel.step(v, v, 0.1)
+    signround_kernel.keep(torch.ones(1, dtype=torch.uint8), v, v)
+    token_errors.token_errors(w.clone().requires_grad_(), v).sum().backward()
+    hqq.zero_points(w.view(-1, 32), torch.ones(64), torch.ones(64), "float32", 8.0, 15, 1, 0.7, 10.0)
+    empty = torch.empty(4, 0)  # no launch, and no sums that nothing has written
+    assert signround_kernel.gradient(empty, empty, empty, unit._replace(columns=1), sums=True)[1] is None
+    assert len(launched) == 7
+    assert all(current == [w.get_device()] for _, current in launched)
 
 
 @pytest.mark.parametrize("stays", [False, True])

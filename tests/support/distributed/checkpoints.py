@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ao_lab import convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
-from ao_lab.training.fsdp import CastOnGather
+from ao_lab.training.shard import CastOnGather
 from tests.support.distributed.training import batch, blocks, content, loss_of, shard
 
 STEPS = 4

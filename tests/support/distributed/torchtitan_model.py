@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.parallelize import parallelize_llama
 
-from ao_lab.training.fsdp import CastOnGather
+from ao_lab.training.shard import CastOnGather
 from ao_lab.training.torchtitan import LowPrecisionLinearConverter
 
 

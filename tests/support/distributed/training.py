@@ -21,7 +21,7 @@ import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.optim import AdamW8bit
 from ao_lab.training import fsdp as hooks
-from ao_lab.training.fsdp import CastOnGather
+from ao_lab.training.shard import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE
 
 WIDTH = 64
@@ -291,6 +291,21 @@ def compare_bad_weights():
         )
 
 
+def compare_one_rank_alone():
+    """What one rank reads alone changes no decision; beside its writes the others write to no row."""
+    one, many = converted("tensorwise")
+    shard(many)
+    weight, first, given = many[0].up.weight, dist.get_rank() == 0, batch(0, 0)
+    with torch.no_grad():
+        many(given)
+        if first:
+            torch.empty_like(weight._local_tensor.dense).copy_(weight._local_tensor)
+        assert torch.equal(many(given), one(given))
+        content(one[0].up.weight)[0].fill_(9)
+        weight.to_local()[0].fill_(9) if first else weight.to_local()[:0].zero_()
+        assert torch.equal(many(given), one(given))
+
+
 def compare_accumulation(recipe):
     """Two batches a step, gradients reduced after the second."""
     one, many = converted(recipe)
@@ -405,4 +420,5 @@ def fsdp(*compiled):
     compare_reductions()
     compare_quantized_once()
     compare_bad_weights()
+    compare_one_rank_alone()
     compare_late_weights()
