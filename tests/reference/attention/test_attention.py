@@ -70,6 +70,15 @@ def test_what_is_seen_and_not_finite(what):
         np.testing.assert_array_equal(y[0, :2], expected[0, :2])
 
 
+def test_a_score_of_minus_infinity_is_a_weight_of_zero():
+    """As if the key were hidden."""
+    q, k, v = operands()
+    k[:, :, 4] = 0.0
+    k[:, :, 4, 0] = -np.inf
+    y = attention(np.abs(q), k, v)
+    np.testing.assert_array_equal(y, attention(np.abs(q), k, v, mask=np.arange(k.shape[2]) != 4))
+
+
 @pytest.mark.parametrize("scheme", ["fp8_rowwise", "int8_rowwise", "mxfp4", "int2_g32_asymmetric"])
 def test_storage_error_bound(scheme):
     """Larger than the error; of 8 bits by no more than a factor of a hundred somewhere."""
