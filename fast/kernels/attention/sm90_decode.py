@@ -44,8 +44,8 @@ TOGETHER = (3, 9, 17)
 #: Most programs of a cluster.
 MOST_CLUSTER = 8
 #: Share of the places for programs that is enough, and the most parts that are tried for it where no number of them fills one
-#: round: so many keep four fifths of the places busy with any number of heads; the share with 96 of 100 numbers up to 1000 where
-#: 264 programs fit, with 92 where 528 do.
+#: round: so many keep four fifths of the places busy with any number of heads; of numbers up to 1000 the share with 96 of 100
+#: where 264 programs fit, 92 where 528 do.
 BUSY, MOST_PARTS = 0.9, 8
 
 
