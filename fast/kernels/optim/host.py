@@ -201,7 +201,8 @@ class Launches:
         for slot in slots:
             by_kind.setdefault((group, slot.p.device, kind_of(slot, rule)), []).append(slot)
         for key, part in by_kind.items():
-            self._launch(key, part, rule, skip)
+            with torch.cuda.device(part[0].p.get_device()):  # Triton launches on the current one
+                self._launch(key, part, rule, skip)
 
     def _launch(
         self, key: tuple[Any, ...], slots: Sequence[Slot], rule: Rule, skip: torch.Tensor | None

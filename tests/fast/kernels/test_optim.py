@@ -1,6 +1,8 @@
 """The optimizer kernel: its bits in Triton's interpreter, and what it compiles to for Hopper."""
 
 import platform
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +32,23 @@ def test_bits_of_what_a_gpu_runs():
 @pytest.mark.nightly
 def test_bits_of_every_case_in_the_interpreter():
     assert len(lines_of("optim")) == 13
+
+
+def test_steps_are_launched_on_the_device_of_their_parameters(monkeypatch):
+    inside, launched = [], []
+
+    @contextmanager
+    def entered(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(host, "kind_of", lambda slot, rule: "kind")
+    monkeypatch.setattr(host.Launches, "_launch", lambda *_: launched.append(list(inside)))
+    slots = [SimpleNamespace(p=SimpleNamespace(device=i, get_device=lambda i=i: i)) for i in (0, 1, 0)]
+    host.Launches().update(slots, None)
+    assert launched == [[0], [1]]
 
 
 def step_of(states, master=0, rounds=False, block=None):
