@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     for path, option in ((wanted.out, "--out"), (wanted.plot, "--plot")):
         if path is not None:
             check_writable(path.parent, f"the folder of {option}")
-    before = earlier(wanted.compare)
+    before = earlier(wanted.compare, recipes)
     check_folder(source)
     skipped = SkippedLayers(wanted.skip)
     model = by_transformers(source, None)
@@ -91,20 +92,25 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     except ValueError as error:
         raise WrongInput(str(error)) from error
     skipped.check()
-    moved = moved_since(report, before, wanted.compare)
+    # What was measured is kept where there is nothing to compare it with.
     if wanted.out is not None:
         report.to_json(wanted.out)
     if wanted.plot is not None:
         draw(report, wanted.plot)
+    moved = moved_since(report, before, wanted.compare)
     show(report, as_json, moved)
 
 
-def earlier(path: Path | None) -> ProbeReport | None:
-    """The report to compare with, read before anything is measured; WrongInput where the file holds none."""
+def earlier(path: Path | None, candidates: Iterable[str]) -> ProbeReport | None:
+    """The report to compare with, read before anything is measured; WrongInput where the file holds none, or none of these
+    candidates."""
     from ao_lab.probe.report import ProbeReport
 
     try:
-        return None if path is None else ProbeReport.from_json(path)
+        found = None if path is None else ProbeReport.from_json(path)
+        if found is not None:
+            found.check_shared(candidates)
+        return found
     except ValueError as error:
         raise WrongInput(f"--compare {path}: {error}") from error
 

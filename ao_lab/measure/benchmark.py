@@ -115,8 +115,8 @@ def benchmark(
     where one was stopped. progress: called with a name, parts done, and of how many.
 
     Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
-    reason as its status. A speedup that cannot be trusted says why (`Timed.doubt`): its rounds disagree, or on a CPU all
-    threads together are slower than one. Memory: two dense models and a quantized one, three where generate() is compiled.
+    status "failed" and a reason. A speedup that cannot be trusted says why (`Timed.doubt`): its rounds disagree, or on a CPU
+    all threads together are slower than one. Memory: two dense models and a quantized one, three where generate() is compiled.
 
     ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
     beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
@@ -149,7 +149,7 @@ def benchmark(
     work = Work(where, makers, dtype, kept=kept, rounds=rounds or ROUNDS)
     with on_device(where), nullcontext() if ready is None else evaluating(ready):
         rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
-    return Benchmark(kept.model, tuple(rows), conditions)
+    return Benchmark(kept.model, tuple(rows), {**conditions, "load": kept.conditions["load"]})
 
 
 def state_of(device: str) -> dict[str, Any]:
@@ -390,7 +390,8 @@ class Work:
         makers: dict[str, Build | None] = {STORED: None} if stored is not None else dict(self.makers)
         for name, maker in makers.items():
             if before := self.kept.generated(batch, mode, name):
-                bases = self.kept.generated(batch, mode, base) if not rows else []
+                told_of_base = any(one.name == base for one in rows)
+                bases = [] if told_of_base else self.kept.generated(batch, mode, base)
                 rows += [*bases, *before]
                 continue
             say(name)

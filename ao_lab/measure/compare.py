@@ -129,8 +129,8 @@ def compare(
     was stopped; and for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of
     how many. changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
 
-    A configuration that cannot be applied, or for which memory does not suffice, has the reason as its status, and the others
-    go on. Holds the model and one quantized copy of it at a time.
+    A configuration that cannot be applied, or for which memory does not suffice, has the status "failed" and a reason, and
+    the others go on. Holds the model and one quantized copy of it at a time.
 
     ValueError for what is not there or does not fit, unknown configurations with the nearest names, and a folder `out` with a
     comparison under other conditions; nothing has been computed then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ SPREAD = 1.5
 NOISY = " (noisy)"
 #: Conditions that say how the machine was, and may differ between a stopped call and the one that goes on.
 STATE = ("load", "cores", "configurations")
+#: How a failure's reason begins that another try may not have, such as full memory; a refusal stays one.
+PASSING = re.compile(r"(?!TypeError|NotImplementedError)\w*Error: ")
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,9 @@ class KeptTimes:
                 f"--out {self.folder} holds times of other conditions ({', '.join(other)} differ); choose another folder, or "
                 f"remove {file}"
             )
+        # Times of a busy machine stay doubtful when the rest is measured on an idle one.
+        loads = [one for one in (then.get("load"), self.conditions.get("load")) if one is not None]
+        self.conditions["load"] = max(loads, default=None)
         wanted = self.conditions["configurations"]
         self.conditions["configurations"] = {**made, **wanted}
         return [row for row in rows if wanted.get(row.name) in (None, made.get(row.name))]
@@ -267,10 +273,11 @@ class KeptTimes:
             write_text(self.folder / FILE, text + "\n")
 
     def layer(self, shape: Sequence[int], names: Iterable[str]) -> list[Timed]:
-        """The rows of a shape, where all of these names were timed; else none."""
+        """The rows of a shape, where all of these names were timed, or refused for good; else none."""
         found = [row for row in self.rows if row.what == "linear" and row.shape == tuple(shape)]
-        wanted, timed = set(names), {row.name for row in found if row.status == OK}
-        return [row for row in found if row.name in wanted] if wanted <= timed else []
+        wanted = set(names)
+        settled = {row.name for row in found if row.status == OK or not PASSING.match(row.reason)}
+        return [row for row in found if row.name in wanted] if wanted <= settled else []
 
     def generated(self, batch: int, mode: str, name: str) -> list[Timed]:
         """The row of a configuration's generate(), where it was timed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log10, nan
 from pathlib import Path
@@ -110,6 +110,15 @@ class ProbeReport:
             )
         return tuple(line.name for line in self.sites if line.candidates[candidate].safe)
 
+    def check_shared(self, candidates: Iterable[str]) -> None:
+        """ValueError where this report has no candidate of a later one."""
+        names = list(candidates)
+        if not set(self.candidates) & set(names):
+            raise ValueError(
+                f"the earlier report has no candidate of this one: {', '.join(self.candidates)} there, "
+                f"{', '.join(names)} here; probe one in both"
+            )
+
     def moved(
         self, before: ProbeReport, sigmas: float = 5.0, share: float = 0.1
     ) -> dict[tuple[str, str], float]:
@@ -125,11 +134,7 @@ class ProbeReport:
             raise ValueError(
                 "the earlier report is of other sites; compare reports of one model and one filter_fn"
             )
-        if not set(before.candidates) & set(self.candidates):
-            raise ValueError(
-                f"the earlier report has no candidate of this one: {', '.join(before.candidates)} there, "
-                f"{', '.join(self.candidates)} here; probe one in both"
-            )
+        before.check_shared(self.candidates)
         found = {}
         for old, new in zip(before.sites, self.sites, strict=True):
             for name in set(old.candidates) & set(new.candidates):

@@ -45,15 +45,15 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="With decode: methods or libraries to measure, such as int8wo or torchao; with fp8_training, sparsity and "
-            "linear: parts such as paired, vision or weights. Default: all."
+            help="With decode: methods or libraries to measure, such as int8wo or torchao; with an experiment "
+            "that has parts, such as fp8_training, kv_cache or loka: these (an unknown one is answered with all). Default: all."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="With fp8_training, sparsity and linear: start no measurement after this many seconds; run the same command "
-            "again to continue, on this machine or one of the same kind."
+            help="With an experiment that has parts, such as fp8_training, kv_cache or loka: start no measurement after this "
+            "many seconds; run the same command again to continue, on this machine or one of the same kind."
         ),
     ] = None,
     workers: Annotated[

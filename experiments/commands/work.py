@@ -168,7 +168,8 @@ def limited(names: list[str], seconds: float | None) -> dict[str, float]:
         return {}
     if names not in ([name] for name in LIMITED) or not seconds > 0:
         raise WrongInput(
-            "--seconds is a positive limit of one experiment: ao-lab reproduce fp8_training --seconds 480"
+            f"--seconds is a positive limit of one experiment, of {', '.join(LIMITED)}: "
+            "ao-lab reproduce fp8_training --seconds 480"
         )
     return {"seconds": seconds}
 

@@ -191,11 +191,13 @@ def time_of(results: Results) -> shape_speed.Value:
 
 
 def _shapes_found(results: Results) -> list[str]:
-    told = shape_speed.summary_of(time_of(results), results.settings)
-    if told[shape_speed.BOTH] is None or told[shape_speed.ALONE] is None:
+    value, methods = time_of(results), (BASE, shape_speed.ALONE, shape_speed.BOTH)
+    timed = [one for one in results.settings if all(value(one, method) for method in methods)]
+    if not timed:
         return []
+    told = shape_speed.summary_of(value, timed)
     return [
-        f"Over {len(results.settings)} shapes FP8 matmuls are {number(told[shape_speed.ALONE], 2)}x bfloat16 alone and "
+        f"Over {len(timed)} shapes FP8 matmuls are {number(told[shape_speed.ALONE], 2)}x bfloat16 alone and "
         f"{number(told[shape_speed.BOTH], 2)}x with both casts, which take {number(100 * told['casts'], 0)}% of the time; "
         f"the best rate is {number(100 * told['peak'], 0)}% of the peak."
     ]

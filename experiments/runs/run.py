@@ -276,15 +276,15 @@ def reproduce(
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode`, or parts of
-    `fp8_training`, `sparsity`, `linear` or `generate`, to measure; seconds: after which these four start nothing more;
-    published rows of what is not measured stay. workers: how many of their trainings run at once, in processes. text: the
-    corpus, by default the source of sympy (`experiments.runs.run` finds others); rows of other corpora stay. changed:
-    published rows are taken as measured where no file of the experiment's folders has changed since their commit. real: what to
-    measure on real models, alone, where an experiment does (`Experiment.real`); `only` then names schemes. However a
-    run ends, the same call at the same commit goes on with it; a part of these four also from rows that another machine
-    published at this commit. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another
-    process works in the folders; progress goes to stderr.
+    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode`, or parts of an
+    experiment of `registry.LIMITED`, to measure; seconds: after which one of these starts nothing more; published rows of
+    what is not measured stay. workers: how many of their trainings run at once, in processes. text: the corpus, by default
+    the source of sympy (`experiments.runs.run` finds others); rows of other corpora stay. changed: published rows are taken
+    as measured where no file of the experiment's folders has changed since their commit. real: what to measure on real
+    models, alone, where an experiment does (`Experiment.real`); `only` then names schemes. However a run ends, the same call
+    at the same commit goes on with it; a part of one of these also from rows that another machine published at this commit.
+    ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another process works in the
+    folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
     if real is not None:
@@ -352,7 +352,7 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
     put = partial(publish_run, name, paths.rows(name), partial=True) if is_partial(settings) else None
     journal = Journal(path, taken(name, read(paths.rows(name)), settings), put)
-    resumed = len(journal.rows)
+    resumed = sum(map(was_tried, journal.rows))
     try:
         rows = module.run(settings, journal)
     except BaseException:
@@ -365,7 +365,8 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     seconds = time.perf_counter() - started
-    told = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
+    tried = sum(map(was_tried, rows))
+    told = f"{name}: {tried} rows, {tried - resumed} of them measured now, in {seconds:.0f} s"
     return [(f"{told}{outcome(name, rows)}", shown(paths.rows(name)))]
 
 

@@ -37,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ao_lab.cli.terminal import TERMINATED, Terminated, heeding_sigterm
 from tests.gpu.harness.subject import PARTS, Asked, Subject, perform
 
 #: Modules of subjects, in the order in which all are looked at, and what each has.
@@ -177,7 +178,7 @@ def in_shards(names: list[str], options: argparse.Namespace, end: float) -> dict
 
 @contextmanager
 def stopping(stop: Event) -> Iterator[None]:
-    """Set where the body raises, as it does for Ctrl-C: processes in sessions of their own end with this one."""
+    """Set where the body raises, as it does for Ctrl-C and SIGTERM: processes in sessions of their own end with this one."""
     try:
         yield
     except BaseException:
@@ -240,7 +241,17 @@ def run_until(command: list[str], end: float, stop: Event) -> tuple[str, int | N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """All subjects that were asked for; the exit code."""
+    """All subjects that were asked for; the exit code. SIGTERM, as `timeout` sends it, ends processes of its own too."""
+    try:
+        with heeding_sigterm():
+            return validated(arguments)
+    except Terminated:
+        sys.stdout.write("validate: stopped\n")
+        return TERMINATED
+
+
+def validated(arguments: list[str] | None = None) -> int:
+    """The same where nothing ends it."""
     options = parse(arguments)
     end = time.time() + options.seconds
     if options.list:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -320,13 +321,18 @@ def test_what_no_time_is_left_for_has_not_passed(capsys):
 
 
 def test_a_check_without_its_library_was_not_reached(tmp_path, capsys):
-    """A module of this project that is missing is wrong."""
-    absent = ModuleNotFoundError("No module named 'loguru'", name="loguru.sinks")
+    """A module of this project that is missing is wrong, and so is one that an installed library no longer has."""
+    absent = ModuleNotFoundError("No module named 'nowhere_found'", name="nowhere_found.sinks")
     assert checked("", absent, absent, out=tmp_path) == 2
-    assert "NOT REACHED, pip install loguru: check 1; check 2" in capsys.readouterr().out
+    assert "NOT REACHED, pip install nowhere_found: check 1; check 2" in capsys.readouterr().out
     found = json.loads((tmp_path / "subject.json").read_text())
-    assert (found["checks"], found["left out"], found["missing"]) == (1, ["check 1", "check 2"], ["loguru"])
+    assert (found["checks"], found["left out"], found["missing"]) == (
+        1,
+        ["check 1", "check 2"],
+        ["nowhere_found"],
+    )
     assert checked(ModuleNotFoundError("No module named 'fast.gem'", name="fast.gem")) == 1
+    assert checked(ModuleNotFoundError("No module named 'torch.gone'", name="torch.gone")) == 1
     assert checked(ModuleNotFoundError("nothing says which")) == 1
 
 
@@ -362,6 +368,22 @@ def test_a_process_is_killed_at_its_time_with_what_it_started():
     assert validate.run_until(command, begin + 60, stop)[1] is None
     assert time.time() - begin < 20
     assert validate.run_until([sys.executable, "-c", "exit(2)"], begin + 60, Event()) == ("", 2)
+
+
+def test_sigterm_ends_the_processes_of_shares(monkeypatch, capsys):
+    """They are in sessions of their own, so nothing else would."""
+    ended = []
+
+    def one_share(share, options, end, stop):
+        time.sleep(0.3)  # until the main thread waits
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append(stop.wait(20))
+        return 2
+
+    monkeypatch.setattr(validate, "one_share", one_share)
+    assert validate.main(["sparsegpt", "--part", "bits", "--device", "cpu", "--workers", "2"]) == 143
+    assert ended == [True]
+    assert "stopped" in capsys.readouterr().out
 
 
 def test_rows_of_times_are_written(tmp_path, monkeypatch, capsys):

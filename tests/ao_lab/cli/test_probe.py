@@ -8,6 +8,7 @@ import torch
 
 from ao_lab import ProbeReport
 from ao_lab.cli.app import main
+from ao_lab.probe.report import SiteErrors, SiteLine
 from tests.ao_lab.cli.test_choose import folder  # noqa: F401  a small Llama and a text
 
 transformers = pytest.importorskip("transformers")
@@ -58,6 +59,13 @@ def test_a_vision_transformer(vision, capsys, tmp_path):
     assert (moved["site"], moved["candidate"]) == (before["sites"][1]["name"], "rowwise")
     assert float(moved["error now"]) == pytest.approx(float(moved["error before"]) / 2, rel=1e-3)
     assert float(moved["standard errors"]) < -5
+    # A report that cannot be compared is written all the same.
+    before["sites"] = before["sites"][1:]
+    (tmp_path / "fewer.json").write_text(json.dumps(before))
+    again = ["--out", str(tmp_path / "again.json"), "--compare", str(tmp_path / "fewer.json")]
+    assert main(["probe", str(vision), *data, *again]) == 2
+    assert "is of other sites" in capsys.readouterr().err
+    assert ProbeReport.from_json(tmp_path / "again.json").candidates == ("rowwise",)
     report = ProbeReport.from_json(json.dumps(told))
     assert report.candidates == ("rowwise",)
     names = {line.name.rpartition(".")[2] for line in report.sites}
@@ -67,9 +75,14 @@ def test_a_vision_transformer(vision, capsys, tmp_path):
     assert report.models["rowwise"].measured > 0
 
 
-def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
+def test_wrong_input(folder, vision, tmp_path, capsys, monkeypatch):  # noqa: F811
     text = ["--data", str(folder / "words.txt")]
     (tmp_path / "none.json").write_text("{}")
+    sites = [SiteLine("of another model", (4, 4), 1, 1.0, {"nf4": SiteErrors()})]
+    ProbeReport(tuple(sites)).to_json(tmp_path / "other.json")
+    monkeypatch.setattr(
+        "ao_lab.probe.api.probe_", lambda *_, **__: pytest.fail("measured before it was refused")
+    )
     np.savez(tmp_path / "odd.npz", images=np.zeros((2, 3, 16, 16), np.float32))
     for arguments, said in (
         ([str(folder), *text, "--candidate", "rowwyse"], "rowwyse"),
@@ -78,6 +91,10 @@ def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
         ([str(vision), *text], "takes a .safetensors or .npz of its"),
         ([str(tmp_path), *text], "config.json"),
         ([str(folder), *text, "--compare", str(tmp_path / "none.json")], "--compare"),
+        (
+            [str(folder), *text, "--compare", str(tmp_path / "other.json")],
+            "no candidate of this one: nf4 there",
+        ),
     ):
         assert main(["probe", *arguments]) == 2
         assert said in capsys.readouterr().err

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.cli.terminal import kept_in
 from ao_lab.measure.benchmark import Work, drift_of, kernel_of, layers_of, slow_threads, timed
-from ao_lab.measure.times import Benchmark, Timed, doubt_of, duration
+from ao_lab.measure.times import Benchmark, KeptTimes, Timed, doubt_of, duration
 from ao_lab.measure.turns import HostWatch, Plan, Span
 from fast.gemm.choose import Range
 from tests.support.models.hf_models import save_llama
@@ -336,6 +337,41 @@ def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatc
     (tmp_path / "benchmark.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no times of ao-lab bench"):
         benchmark(folder / "base", **given)
+
+
+def test_a_refused_configuration_is_not_why_all_is_timed_again(tmp_path, monkeypatch):
+    """A refusal is kept beside the times of its shape; full memory is not, and the load of the busiest call is told."""
+    given = {"shapes": [(2, 64, 128)], "configs": ["nf4", "int4_g256"], "device": "cpu", "out": tmp_path}
+    loads = iter((50.0, 0.5, 0.5))
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    first, real = benchmark(**given), Work.layers
+    monkeypatch.setattr(Work, "layers", lambda *_: pytest.fail("layers were timed again"))
+    again = benchmark(**given)
+    assert again.rows == first.rows
+    assert [row.status for row in again.rows] == ["ok", "ok", "failed"]
+    assert any(one.startswith("Load 50.0 on") for one in again.warnings)
+    file = tmp_path / "benchmark.json"
+    kept = json.loads(file.read_text())
+    kept["rows"][2]["reason"] = "OutOfMemoryError: CUDA out of memory"
+    file.write_text(json.dumps(kept))
+    monkeypatch.setattr(Work, "layers", real)
+    assert benchmark(**given).rows[2].reason.startswith("the filter matches layers")
+
+
+def test_what_was_kept_of_generate_has_its_baseline_behind_a_failure(monkeypatch):
+    kept = KeptTimes(None, {})
+    kept.measured(timed("generate", {"float32": [2.0], "nf4": [1.0]}, "eager", (1,), 0, {}))
+    work = Work("cpu", {"never": refuse, "nf4": refuse}, torch.float32, kept=kept)
+    monkeypatch.setattr("ao_lab.measure.benchmark.check_language_model", lambda *_: None)
+    assert [row.name for row in work.generation(nn.Linear(2, 2), None, 1, 2, "eager")] == [
+        "never",
+        "float32",
+        "nf4",
+    ]
+
+
+def refuse(module):
+    raise ValueError("no such layers")
 
 
 def test_what_a_stopped_command_says(tmp_path):

@@ -196,6 +196,17 @@ def test_a_part_that_is_ended_has_published_what_it_measured(reports, tmp_path, 
     }  # fmt: skip
 
 
+def test_what_the_seconds_did_not_reach_is_not_said_to_be_measured(reports, tmp_path, monkeypatch):
+    late = replace(ROW, method="late", metric="status: not run: the 9 s of this run did not reach it")
+    module = SimpleNamespace(run=lambda *_: [ROW, late], subject=lambda settings: "nothing")
+    record = replace(EXPERIMENTS["fp8_training"], trained=False)
+    object.__setattr__(record, "run_module", lambda: module)
+    monkeypatch.setitem(EXPERIMENTS, "fp8_training", record)
+    settings = Settings(scale="full", device="cpu", cache=tmp_path, seconds=9.0)
+    ((done, _),) = run_one("fp8_training", settings, reports("reports", []))
+    assert done.startswith("fp8_training: 1 rows, 1 of them measured now")
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_what_a_run_did_not_try_keeps_its_rows(reports, partial):
     """And a complete run has no place for what no longer exists."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -203,9 +204,10 @@ def described(error: Exception) -> str:
 
 
 def missing_module(error: Exception) -> str:
-    """The library that an exception says is not installed; nothing for another exception, or a module of this project."""
+    """The library that an exception says is not installed; nothing for another exception, a module of this project, or one
+    that a library which is installed does not have."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return "" if name in OWN else name
+    return "" if name in OWN or not name or find_spec(name) is not None else name
 
 
 def is_lost() -> bool:
