@@ -198,6 +198,7 @@ def test_shapes_between_the_published_ends():
     rows += times(shape_speed.SHAPES, "n", "16 x 16 x 16", "time", {"bfloat16": 1.0})
     (words,) = speed_page.findings(rows)
     assert "3.00x bfloat16 alone and 1.50x with both casts, which take 50% of the time" in words
+    assert words.startswith("Over 1 shapes ")
     assert "the best rate is 100% of the peak" in words
     (section,) = speed_page.sections(rows)
     lines = [line[1:] for line in section.tables[0].lines]
