@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What `make test` installs; the other extras are for clients whom their users choose.
 INSTALLED_EXTRAS = ("experiments", "models", "test", "jax", "ao", "hf", "lint", "docs")
 # Installed together with another requirement, which chooses the version.
-COMES_WITH = {"jaxlib": "jax"}
+COMES_WITH = {"jaxlib": "jax", "huggingface-hub": "transformers"}
 #: Files that import upwards by a string.
 UPWARDS = {"ao_lab/cli/doctor.py"}
 
