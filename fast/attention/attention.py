@@ -86,7 +86,8 @@ def cached_attention(
         from fast.kernels.attention import decode
 
         if decode.refusal(q, keys, values, mask, softcap) is None:
-            return decode.attention(q, keys, values, length, mask, scale, causal)
+            with torch.cuda.device_of(q):  # Triton launches on the current one
+                return decode.attention(q, keys, values, length, mask, scale, causal)
         return _by_tokens(_dequantized(q, keys, values, length, mask, scale, causal, softcap))
     return _by_tokens(_specified(q, keys, values, int(length), mask, scale, causal, softcap))
 

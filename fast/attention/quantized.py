@@ -90,7 +90,8 @@ def quantized_attention_operator(
     if q.is_cuda:
         from fast.kernels.attention import prefill
 
-        return prefill.attention(q, k, v, recipe, **options)
+        with torch.cuda.device_of(q):  # Triton launches on the current one
+            return prefill.attention(q, k, v, recipe, **options)
     y: torch.Tensor = specified.quantized_attention(q, k, v, recipe, **options)
     return y.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -191,7 +191,8 @@ def append_tokens_(
         from fast.kernels.attention import append
 
         if append.covers(k, v, keys, values):
-            append.append(k, v, keys, values, length, rotate)
+            with torch.cuda.device_of(k):  # Triton launches on the current one
+                append.append(k, v, keys, values, length, rotate)
             return
     _write(keys, hadamard(k.contiguous(), k.shape[-1]) if rotate else k, length)
     _write(values, v, length)

@@ -108,11 +108,12 @@ def attend_one(
     y = qkv.new_empty(1, 1, heads * width)
     # Hopper and later: programmatic dependent launch; the kernel loads the cache while the one before it ends.
     use_pdl = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
-    attention_kernel[heads,](
-        qkv, cosine, sine, position, keys, values, y, width**-0.5,
-        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, USE_PDL=use_pdl,
-        num_warps=WARPS, launch_pdl=use_pdl,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):  # Triton launches on the current one
+        attention_kernel[heads,](
+            qkv, cosine, sine, position, keys, values, y, width**-0.5,
+            HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, USE_PDL=use_pdl,
+            num_warps=WARPS, launch_pdl=use_pdl,
+        )  # fmt: skip
     return y
 
 

@@ -154,11 +154,12 @@ def pointwise_attention(
         )
     options = {} if interpreted() else {"num_warps": WARPS, "num_stages": STAGES}
     rows = BIASED_ROWS if biased else ROWS
-    pointwise_attention_kernel[-(-longest // rows), q.shape[1], len(lengths)](
-        q, k, v, y, starts, lengths, history, times, positions, buckets, q.stride(0), k.stride(0), v.stride(0), y.stride(0),
-        scale, 1 / divisor, q.shape[2], v.shape[2], len(buckets) if buckets is not None else 1, biased, rows, KEYS,
-        not interpreted(), **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current one
+        pointwise_attention_kernel[-(-longest // rows), q.shape[1], len(lengths)](
+            q, k, v, y, starts, lengths, history, times, positions, buckets, q.stride(0), k.stride(0), v.stride(0), y.stride(0),
+            scale, 1 / divisor, q.shape[2], v.shape[2], len(buckets) if buckets is not None else 1, biased, rows, KEYS,
+            not interpreted(), **options,
+        )  # fmt: skip
     return y
 
 
