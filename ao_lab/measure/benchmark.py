@@ -36,7 +36,17 @@ from ao_lab.measure.folders import (
     on_device,
 )
 from ao_lab.measure.memory import by_transformers
-from ao_lab.measure.times import FAILED, OK, SPREAD, Benchmark, KeptTimes, Timed, doubt_of, duration
+from ao_lab.measure.times import (
+    FAILED,
+    OK,
+    SPREAD,
+    Benchmark,
+    KeptTimes,
+    Timed,
+    doubt_of,
+    duration,
+    load_of_host,
+)
 from ao_lab.measure.turns import (
     AGAIN,
     Plan,
@@ -158,7 +168,7 @@ def state_of(device: str) -> dict[str, Any]:
         "device": describe(device),
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": load_of_host(),
     }
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -38,7 +39,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
-from ao_lab.measure.comparison import FAILED, OK, Compared, Comparison
+from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.evaluate import (
     conditions_of,
     digest_of,
@@ -62,6 +63,7 @@ from ao_lab.measure.folders import (
     windows_for,
 )
 from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory
+from ao_lab.measure.times import FAILED, OK, doubt_of, load_of_host
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -546,10 +548,15 @@ class Work:
             [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
             for _ in range(ROUNDS)
         ]
+        baseline, seconds = median(one[0] for one in times), median(one[-1] for one in times)
+        ratios = [one[0] / one[-1] for one in times]
         return {
-            "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
-            "baseline_tokens_per_second": self.new_tokens / median(one[0] for one in times),
-            "speedup": median(one[0] / one[-1] for one in times),
+            "tokens_per_second": self.new_tokens / seconds,
+            "baseline_tokens_per_second": self.new_tokens / baseline,
+            "speedup": median(ratios),
+            "doubt": doubt_of(seconds, baseline, min(ratios), max(ratios)),
+            "load": load_of_host(),
+            "cores": os.cpu_count(),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput, needed
+from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 #: Standard errors each side of an interval that holds 95% of normal values.
 SIDES = 1.96
-OK, FAILED = "ok", "failed"
 #: What lm-evaluation-harness calls the standard error of a metric, behind its name.
 STDERR = "_stderr"
 #: What it calls the number of a task's examples.
@@ -31,7 +31,8 @@ class Compared:
     with its standard error; difference: from the unquantized model on the same windows, with the standard error of the paired
     difference. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
     whose likeliest next token is the same. tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the
-    unquantized model, timed anew in turn with this one; speedup: the median of the rounds' ratios of the two. peak_bytes:
+    unquantized model, timed anew in turn with this one; speedup: the median of the rounds' ratios of the two; doubt: why it
+    cannot be trusted, "" where nothing speaks against it; load: the host's of the last minute then, and its cores. peak_bytes:
     weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
     lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
     changes: in what the configuration differs from the one that the name says.
@@ -53,6 +54,9 @@ class Compared:
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
+    doubt: str = ""
+    load: float | None = None
+    cores: int | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -167,6 +171,12 @@ class Comparison:
         if told.get("calibration"):
             found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
         why = ((row.name, row.reason) for row in self.rows if row.status != OK)
+        loads = [(row.load, row.cores) for row in self.rows if row.load is not None]
+        found += busy_notes(*max(loads, default=(None, None)))
+        found += [
+            f"{', '.join(names)}: the speedup is noisy: {doubt}."
+            for doubt, names in _grouped((row.name, row.doubt) for row in self.rows if row.doubt).items()
+        ]
         failed = [f"{', '.join(names)} failed: {reason}" for reason, names in _grouped(why).items()]
         return [*failed, *self.changed(), *self.left(), *found, *told.get("notes", ())]
 
@@ -247,10 +257,10 @@ def _cells(row: Compared) -> list[str]:
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
         _with_error("{:+.4f}", row.difference, _half(row.difference_stderr)),
-        _text("{:.4f}", row.kl),
+        _text("{:.3g}", row.kl),
         _text("{:.3g}", row.tokens_per_second),
         _text("{:.3g}", row.baseline_tokens_per_second),
-        _text("{:.2f}x", row.speedup),
+        _text("{:.2f}x", row.speedup) + (NOISY if row.doubt else ""),
         _text("{:.1f}", None if row.peak_bytes is None else row.peak_bytes / 1e6),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -69,6 +70,19 @@ def doubt_of(seconds: float, baseline: float, low: float, high: float) -> str:
     if not low * (1 - 1e-9) <= ratio <= high * (1 + 1e-9):
         return f"the medians' ratio is {ratio:.2f}, the rounds' ratios are {low:.2f} to {high:.2f}"
     return ""
+
+
+def busy_notes(load: float | None, cores: int | None) -> list[str]:
+    """What to say where the host had more to do than it has cores."""
+    busy = load is not None and cores is not None and load > cores
+    return (
+        [f"Load {load:.1f} on {cores} cores: times are not reliable, end other work first."] if busy else []
+    )
+
+
+def load_of_host() -> float | None:
+    """Processes that wanted a core in the last minute, on average; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 #: Columns of the two tables.
@@ -155,13 +169,7 @@ class Benchmark:
     @property
     def warnings(self) -> list[str]:
         """Why times are not to be trusted: other work on the machine, and speedups that are noisy, each with its reason."""
-        load, cores = self.conditions.get("load"), self.conditions.get("cores")
-        busy = load is not None and cores is not None and load > cores
-        told = (
-            [f"Load {load:.1f} on {cores} cores: times are not reliable, end other work first."]
-            if busy
-            else []
-        )
+        told = busy_notes(self.conditions.get("load"), self.conditions.get("cores"))
         doubts: dict[str, list[str]] = {}
         for row in self.rows:
             if row.doubt:

@@ -465,3 +465,21 @@ def test_files_of_earlier_versions_are_read():
     (row,) = Comparison.from_dict({"model": "m", "conditions": {}, "rows": [old]}).rows
     assert (row.status, row.reason) == ("failed", "why not")
     assert (row.bits_per_parameter, row.speedup) == (4.5, 2.0)
+
+
+def test_speedups_that_cannot_be_trusted_say_so():
+    """A busy machine is told of once, a noisy speedup in its cell and with its reason; small divergences are no zeros."""
+    doubt = "the rounds' ratios spread from 1.00 to 5.00"
+    rows = (
+        Compared("bfloat16", speedup=1.0, load=0.5, cores=2),
+        Compared("int8", speedup=4.9, load=10.6, cores=2, doubt=doubt, kl=1.2e-5),
+    )
+    told = {"text": "a text", "windows": 4, "length": 8, "device": "a CPU", "new_tokens": 8}
+    shown = Comparison("m", rows, told)
+    head, first, second = shown.table()
+    at = head.index("speedup")
+    assert (first[at], second[at], second[head.index("KL")]) == ("1.00x", "4.90x (noisy)", "1.2e-05")
+    assert "Load 10.6 on 2 cores: times are not reliable, end other work first." in shown.notes
+    assert f"int8: the speedup is noisy: {doubt}." in shown.notes
+    assert Comparison.from_dict(shown.to_dict()) == shown
+    assert not any("reliable" in note or "noisy" in note for note in Comparison("m", rows[:1], told).notes)
