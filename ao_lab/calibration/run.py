@@ -119,7 +119,9 @@ def request_of(
         )
     how = blocks is not None or offload or resume is not None or prefix != PREFIXES[0]
     if calibration is None and how:
-        raise ValueError("blocks, offload, resume and prefix need calibration=, batches of inputs")
+        raise ValueError(
+            "blocks, offload, resume and prefix are options of calibration; give calibration too"
+        )
     asked = records or calibration is not None
     return Request(records, calibration, blocks, offload, resume, prefix) if asked else None
 

@@ -323,8 +323,9 @@ def test_a_batch_may_be_a_named_tuple():
 
 
 def test_a_call_that_stops_behind_the_rotation_says_so():
-    def stop(*_):
-        raise KeyboardInterrupt
+    def stop(name, done, total):
+        if done:
+            raise KeyboardInterrupt
 
     given = {"calibration": [{"input_ids": IDS}], "methods": (Rotate("offline"),), "progress": stop}
     with pytest.raises(KeyboardInterrupt) as caught:

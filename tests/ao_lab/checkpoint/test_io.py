@@ -183,7 +183,7 @@ def test_two_that_save_into_one_folder_leave_a_whole_checkpoint(tmp_path, monkey
         remove(folder, names)
 
     monkeypatch.setattr(api, "remove_others", slowly)
-    monkeypatch.setattr(api, "card_beside", lambda *_: None)
+    monkeypatch.setattr(api, "card_beside", lambda *_, **__: None)
     model = quantized(0)
     with contextlib.suppress(FileNotFoundError):  # of the first, whose files the second has replaced
         save_pretrained(model, tmp_path, layout="compressed-tensors")
