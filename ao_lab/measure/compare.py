@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -63,7 +62,7 @@ from ao_lab.measure.folders import (
     windows_for,
 )
 from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory
-from ao_lab.measure.times import FAILED, OK, doubt_of, load_of_host
+from ao_lab.measure.times import FAILED, OK, speedup_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -548,15 +547,10 @@ class Work:
             [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
             for _ in range(ROUNDS)
         ]
-        baseline, seconds = median(one[0] for one in times), median(one[-1] for one in times)
-        ratios = [one[0] / one[-1] for one in times]
         return {
-            "tokens_per_second": self.new_tokens / seconds,
-            "baseline_tokens_per_second": self.new_tokens / baseline,
-            "speedup": median(ratios),
-            "doubt": doubt_of(seconds, baseline, min(ratios), max(ratios)),
-            "load": load_of_host(),
-            "cores": os.cpu_count(),
+            "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
+            "baseline_tokens_per_second": self.new_tokens / median(one[0] for one in times),
+            **speedup_of([(one[0], one[-1]) for one in times]),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }
 

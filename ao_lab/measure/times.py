@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ao_lab.checkpoint.io.files import write_text
@@ -83,6 +84,19 @@ def busy_notes(load: float | None, cores: int | None) -> list[str]:
 def load_of_host() -> float | None:
     """Processes that wanted a core in the last minute, on average; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def speedup_of(rounds: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Of rounds of a few calls, seconds of the baseline and of what is compared: the median of the ratios, why it cannot be
+    trusted, and what else the host had to do."""
+    ratios = [baseline / seconds for baseline, seconds in rounds]
+    baseline, seconds = (median(column) for column in zip(*rounds, strict=True))
+    return {
+        "speedup": median(ratios),
+        "doubt": doubt_of(seconds, baseline, min(ratios), max(ratios)),
+        "load": load_of_host(),
+        "cores": os.cpu_count(),
+    }
 
 
 #: Columns of the two tables.
