@@ -204,11 +204,16 @@ def check_room(folder: Path, least: int, what: str) -> None:
 
 @contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[None]:
-    """A folder that was not there, or empty, is so again when what goes on inside fails or is stopped."""
+    """A folder that was not there, or empty, is so again when what goes on inside fails or is stopped.
+
+    A reader of stdout that goes away (`| head`) is no failure: what is printed there is about a folder that is whole.
+    """
     was_there = folder.is_dir()
     ours = not folder.exists() or (was_there and not any(folder.iterdir()))
     try:
         yield
+    except BrokenPipeError:
+        raise
     except BaseException:
         if ours and folder.is_dir():
             empty(folder)

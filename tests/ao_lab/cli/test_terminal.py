@@ -169,6 +169,24 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_coun
     assert inner.line(outer.started) == "blocks 9 of 30, gptq, 120 s, about 4 min left"
 
 
+def write_and_fail(folder, error):
+    """A command that has written its result when it fails."""
+    with terminal.whole_or_nothing(folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"x")
+        raise error
+
+
+def test_a_reader_that_goes_away_takes_no_result_along(tmp_path):
+    """`ao-lab quantize ... | head`: the folder is whole before the first line about it."""
+    with pytest.raises(BrokenPipeError):
+        write_and_fail(tmp_path / "out", BrokenPipeError())
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(RuntimeError):
+        write_and_fail(tmp_path / "other", RuntimeError())
+    assert not (tmp_path / "other").exists()
+
+
 def stopped(folder):
     """What a calibration that keeps blocks in a folder says when it is stopped."""
     with terminal.work("quantize", "nothing was written to out", False, folder):
