@@ -38,6 +38,7 @@ from ao_lab.cli.terminal import (
 )
 from ao_lab.install.extras import needed
 from ao_lab.measure.folders import without_model
+from ao_lab.transforms.report import BLOCK
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
@@ -359,8 +360,6 @@ def unloaded(source: Path, model: Any) -> tuple[dict[str, Any], list[str]]:
 
 #: Columns of the table of layers.
 GROUPED = ("layer", "layers", "scheme", "kernel", "sparsity", "storage", "bytes", "reason")
-#: A block's number in a layer's name.
-BLOCK = re.compile(r"\.\d+(?=\.)")
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
