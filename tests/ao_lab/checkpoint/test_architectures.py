@@ -72,4 +72,4 @@ def test_the_table(part):
     assert {kind: in_short(one) for kind, one in done.items()} == {
         kind: in_short(TABLE[kind]) for kind in done
     }
-    assert len(done) > 0.8 * len(made)
+    assert len(done) > 0.8 * sum(not TABLE[kind]["dense"].startswith("not built") for kind in made)
