@@ -54,6 +54,7 @@ from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import HELD_OUT, SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
+from ao_lab.quantization.low_rank import add_residual
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.transforms.data import calibrating, holds_batches, observe
 from ao_lab.transforms.layers import shorten, tied_layers
@@ -70,6 +71,7 @@ from ao_lab.transforms.walk import (
 )
 from reference import Scales
 from reference.arrays.namespace import choice
+from reference.calibration.residual import LowRank as Factors
 
 LOG = logging.getLogger(__name__)
 
@@ -127,17 +129,21 @@ def request_of(
 
 
 class Placing(NamedTuple):
-    """A quantized weight, and the bias that belongs to it, on their way into the model."""
+    """A quantized weight, and the bias and the residual that belong to it, on their way into the model."""
 
     target: Target
     weight: nn.Parameter
     bias: torch.Tensor | None
+    residual: Factors | None = None
 
     def place(self) -> None:
-        """Both in their places; a second time changes nothing."""
+        """All in their places; a second time changes nothing."""
         self.target.put(self.weight)
+        layer: Any = next(iter(self.target.layers.values()), None)
         if self.bias is not None:
-            next(iter(self.target.layers.values())).get_parameter("bias").data.copy_(self.bias)
+            layer.get_parameter("bias").data.copy_(self.bias)
+        if self.residual is not None:
+            add_residual(layer, self.residual)
 
 
 @dataclass
@@ -538,7 +544,8 @@ class Job:
             if calibrated.bias is None
             else layers[0].get_parameter("bias").detach().to(torch.float64) + calibrated.bias
         )
-        self.placing = Placing(target, nn.Parameter(weight, requires_grad=False), bias)
+        parameter = nn.Parameter(weight, requires_grad=False)
+        self.placing = Placing(target, parameter, bias, calibrated.residual)
         self.placing.place()
         self.placing = None
         self.tell(target, calibrated.result)

@@ -218,7 +218,7 @@ def test_schemes_and_methods_of_a_run(tmp_path):
 
 
 def test_every_method_is_made_of_records():
-    known = {"Rotate", "Smooth", "AWQ", "Clip", "HQQ", "GPTQ", "AutoRound", "BiasCorrection"}
+    known = {"Rotate", "Smooth", "AWQ", "Clip", "HQQ", "GPTQ", "AutoRound", "LowRank", "BiasCorrection"}
     assert {name for arm in ARMS.values() for name, _ in arm} <= known
     assert methods_of("rounding") == ()
     assert [one.name for one in methods_of("awq + gptq")] == ["awq", "clip", "gptq"]
