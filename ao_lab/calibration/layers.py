@@ -32,9 +32,9 @@ from ao_lab.calibration.methods import (
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments
 from ao_lab.config.recipe import Recipe, changed_recipe
-from ao_lab.quantization.low_rank import residual_bits
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.transforms.low_rank import residual_bits
 from fast.calibration.damping import gptq_held_out
 from reference import Quantized, Scales
 from reference.calibration.residual import LowRank as Factors
@@ -312,7 +312,8 @@ def no_residual(target: Target, rank: int, inputs: SplitMoments | None) -> str |
 
 def _turned(right: torch.Tensor, length: int) -> torch.Tensor:
     """The factor for inputs as they come, of that for inputs in rotated blocks."""
-    return fast.rotate(right, length, inverse=True) if length else right
+    turned: torch.Tensor = fast.rotate(right, length, inverse=True) if length else right
+    return turned
 
 
 def _less(work: Work, dense: torch.Tensor, factors: Factors | None) -> torch.Tensor:

@@ -54,10 +54,10 @@ from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import HELD_OUT, SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
-from ao_lab.quantization.low_rank import add_residual
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.transforms.data import calibrating, holds_batches, observe
 from ao_lab.transforms.layers import shorten, tied_layers
+from ao_lab.transforms.low_rank import add_residual
 from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.walk import (
     Block,

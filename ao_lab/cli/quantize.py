@@ -202,6 +202,8 @@ def run_quantize(
         if sparsity is None
         else select_sparse_layout(config, sparsity, layout)
     )
+    if calibration is not None:
+        plan = plan.for_methods(calibration.methods)
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 

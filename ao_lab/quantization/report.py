@@ -25,7 +25,6 @@ from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import SPARSE_INT4, families_by_rows, inference_keys, select_kernel
 from ao_lab.kv_cache import ATTENTION, KV_CACHE
-from ao_lab.quantization.low_rank import RESIDUAL
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
@@ -40,6 +39,7 @@ from ao_lab.transforms.layers import (
     quantizable_parameters,
     unsupported_reason,
 )
+from ao_lab.transforms.low_rank import RESIDUAL
 from ao_lab.transforms.report import ATTRIBUTE, SPARSITY, LayerLine, ModelReport
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored

@@ -27,8 +27,8 @@ from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.eval import Sums, exponential, measured
 from ao_lab.measure.folders import check_vocabulary, encoder, longest
-from ao_lab.quantization.low_rank import FACTORS, residual_layers
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.low_rank import FACTORS, residual_layers
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
 from experiments.harness.measuring import Values

@@ -140,14 +140,23 @@ def _placed(model: nn.Module, tensors: Mapping[str, Any]) -> Iterator[nn.Linear]
     """The layers that have got factors of the shapes of these tensors."""
     modules = dict(model.named_modules())
     for path in residual_paths(tensors):
-        layer = modules.get(path)
+        layer: Any = modules.get(path)
         if type(layer) not in (nn.Linear, LowRankLinear):
             continue
         found = [tensors[full_name(path, name)] for name in FACTORS]
-        device = layer.weight.device  # type: ignore[union-attr]
-        empty = [torch.empty(tuple(one.shape), dtype=one.dtype, device=device) for one in found]
-        add_residual(layer, Factors(*empty))  # type: ignore[arg-type]
-        yield layer  # type: ignore[misc]
+        if not _fit(tuple(layer.weight.shape), *(tuple(one.shape) for one in found)):
+            continue
+        device = layer.weight.device
+        add_residual(
+            layer, Factors(*(torch.empty(tuple(one.shape), dtype=one.dtype, device=device) for one in found))
+        )
+        yield layer
+
+
+def _fit(shape: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    """Whether factors of these shapes belong beside a weight of this one."""
+    rank = left[-1] if len(left) == 2 else 0
+    return 0 < rank <= min(shape) and (left, right) == ((shape[0], rank), (rank, shape[1]))
 
 
 def residual_paths(names: Iterable[str]) -> list[str]:
