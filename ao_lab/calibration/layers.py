@@ -322,7 +322,8 @@ def _less(work: Work, dense: torch.Tensor, factors: Factors | None) -> torch.Ten
         return dense
     right = factors.right.to(torch.float32)
     right = fast.rotate(right, work.rotation, dtype=torch.float32) if work.rotation else right
-    return dense.to(torch.float64) - factors.left.to(torch.float64) @ right.to(torch.float64)
+    rest: torch.Tensor = dense.to(torch.float64) - factors.left.to(torch.float64) @ right.to(torch.float64)
+    return rest
 
 
 def _corrected(
