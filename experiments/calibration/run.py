@@ -195,6 +195,11 @@ def check_parts(names: Sequence[str]) -> None:
         raise ValueError(
             f"{' and '.join(shapes.PARTS)} have methods and schemes of their own; name them without others"
         )
+    others = [name for name in names if name in (*PEERS, choice.NAME)]
+    if DRAWS_PART in names and others:
+        raise ValueError(
+            f"{DRAWS_PART} are of schemes and methods of ours, not of {others[0]}; leave one out"
+        )
     for name in names:
         if name not in (*ARMS, *PEERS, choice.NAME, DRAWS_PART, *shapes.PARTS):
             try:
@@ -301,21 +306,15 @@ def tasks_of_run(settings: Settings) -> list[Task]:
 
 
 def drawn(settings: Settings) -> list[tuple[Case, str]]:
-    """Schemes and methods of the part of draws, of these the ones that are named beside it; ValueError where none is left."""
+    """Schemes and methods of the part of draws; where schemes or methods are named beside it, these, in all combinations."""
     pairs = DRAWN[settings.scale] or SHORT_DRAWN
     arms = [name for name in settings.only if name in ARMS]
     schemes = [name for name in settings.only if name not in (*ARMS, DRAWS_PART)]
-    found = [
-        (Case(scheme, None), arm)
-        for scheme, arm in pairs
-        if (not schemes or scheme in schemes) and (not arms or arm in arms)
-    ]
-    if not found:
-        raise ValueError(
-            f"{DRAWS_PART} of {', '.join((*schemes, *arms))} are not measured; those of the scale {settings.scale} are "
-            f"{'; '.join(f'{scheme} by {arm}' for scheme, arm in pairs)}"
-        )
-    return found
+    if not arms and not schemes:
+        return [(Case(scheme, None), arm) for scheme, arm in pairs]
+    schemes = schemes or list(dict.fromkeys(scheme for scheme, _ in pairs))
+    arms = arms or list(dict.fromkeys(arm for _, arm in pairs))
+    return [(Case(scheme, None), arm) for scheme in schemes for arm in arms if arm != ROUNDING]
 
 
 @torch.no_grad()

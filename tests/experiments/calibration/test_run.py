@@ -231,9 +231,9 @@ def test_schemes_and_methods_of_a_run(tmp_path):
 
 def test_draws_are_a_part(tmp_path):
     """Rounding once, then each method on five seeds; a seed's sequences and AutoRound's order are of that seed."""
-    here = settings(tmp_path, only=("draws", "int2_g64_asymmetric"))
-    tasks = [(case.setting, arm, seed) for case, arm, seed in run.tasks_of_run(here)]
     scheme, methods = "int2_g64_asymmetric", ("gptq", "gptq + autoround")
+    here = settings(tmp_path, only=("draws", scheme, *methods))
+    tasks = [(case.setting, arm, seed) for case, arm, seed in run.tasks_of_run(here)]
     assert tasks == [
         (scheme, "rounding", 0),
         *((scheme, method, seed) for seed in range(5) for method in methods),
@@ -241,8 +241,10 @@ def test_draws_are_a_part(tmp_path):
     assert [methods_of("gptq + autoround", seed)[-1].seed for seed in (0, 3)] == [0, 3]
     short = run.tasks_of_run(settings(tmp_path, scale="quick", only=("draws",)))
     assert len(short) == 1 + 5 * len(run.SHORT_DRAWN)
-    with pytest.raises(ValueError, match="draws of hqq are not measured; those of the scale full are"):
-        run.tasks_of_run(settings(tmp_path, only=("draws", "hqq")))
+    schemes = {case.setting for case, _, _ in run.tasks_of_run(settings(tmp_path, only=("draws", "hqq")))}
+    assert schemes == {name for name, _ in run.DRAWN["full"]}
+    with pytest.raises(ValueError, match="draws are of schemes and methods of ours, not of choice"):
+        check_parts(["draws", "choice"])
 
 
 def test_draws_are_compared_seed_by_seed():

@@ -25,7 +25,6 @@ from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA
 from experiments.ptq.page import findings, sections
 from experiments.ptq.real import PARTS, check_parts, default_schemes, of_parts, programs_for
-from experiments.ptq.run import run
 from experiments.ptq.task_page import programs_section
 from experiments.runs import benches
 from experiments.runs.real_models import real_subject
@@ -169,7 +168,19 @@ def test_a_part_measures_the_models_of_its_task(place, tmp_path, monkeypatch):
     settle(monkeypatch, place)
     monkeypatch.setitem(PARTS, "encoders", (str(place / "tiny-mpnet"),))
     here = replace(settings_for("quick", "cpu", tmp_path), only=("encoders", "int8_rowwise"))
-    rows = run(here)
+    command = [
+        "reproduce",
+        "ptq",
+        "--only",
+        "encoders",
+        "--only",
+        "int8_rowwise",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    assert main([*command, "--reports", str(tmp_path / "reports")]) == 0
+    rows = read(Paths(place / "cache", tmp_path / "reports").rows("ptq"))
     assert {row.table for row in rows} == {f"encoder tiny-mpnet/quick/{data}" for data in ("model", REVIEWS)}
     assert {row.method for row in rows} == {"file", "float32", "int8_rowwise"}
     whole = of_parts(replace(here, only=("speech",)))
