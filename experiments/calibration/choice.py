@@ -4,6 +4,10 @@ All budgets are one call of `choose_`: they share scores, the quantized weights 
 choices are one scheme for all layers, a rule that people write by hand ("first and last layers in 8 bits"), and single layers
 alone, which say how well scores rank them. What a choice is held against at its size lies between two uniform schemes (or two
 such rules): their KL divergence interpolated geometrically over stored bits, harder than the best scheme within the budget.
+
+Rules are measured on the evaluation texts too (`RULES`), in the form that fits: of one scheme for all layers, and of the rule
+by hand, whichever within the budget had the least KL when it was chosen; the smallest, which is larger than the choice, where
+none is within it. There the KL of the choice is divided by theirs, paired by window, of the same methods on the same sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import nn
 import ao_lab
 from ao_lab.calibration.methods import Clip
 from ao_lab.choose.result import Choice, Trial
-from ao_lab.config.base import SchemeConfig
+from ao_lab.config.base import FqnToConfig, SchemeConfig
 from experiments.harness.measuring import Values
 from experiments.models.causal_lm import linears
 
@@ -40,11 +44,26 @@ BATCH = 4
 ALONE = {"quick": 12, "full": 64}
 LOWEST, HIGHEST = OPTIONS[0], OPTIONS[-1]
 BY_HAND, SINGLE = "first and last layers in 8 bits", "alone"
+#: What a choice is held against on the evaluation texts, and the methods that both are quantized by.
+RULES = ("one scheme for all layers", BY_HAND)
+RULE_ARMS = ("rounding", "search by inputs", "gptq")
+OVER, OVER_ERROR = "KL of the choice over this", "standard error of the KL of the choice over this"
 
 
-def setting(bits: float) -> str:
-    """The setting of a budget."""
-    return f"{NAME}, {bits:g} bits"
+def setting(bits: float, rule: str = NAME) -> str:
+    """The setting of a budget, of the choice or of a rule."""
+    return f"{rule}, {bits:g} bits"
+
+
+def rule_plan(choice: Choice, rule: str) -> tuple[FqnToConfig, str]:
+    """The configuration of each layer by a rule of RULES under a choice's budget, and the name of its trial."""
+    names = OPTIONS if rule == RULES[0] else tuple(f"{BY_HAND}, {low}" for low in OPTIONS[:-1])
+    trials = [one for one in choice.trials if one.name in names]
+    fitting = [one for one in trials if one.fits]
+    taken = min(fitting, key=lambda one: one.measured) if fitting else min(trials, key=lambda one: one.cost)
+    layers = [name for layer in choice.layers for name in layer.names]
+    by_hand = candidates(layers, 0).get(taken.name, lambda name: taken.name)
+    return FqnToConfig({name: choice.options[by_hand(name) or LOWEST] for name in layers}), taken.name
 
 
 def chosen(model: nn.Module, batches: Sequence[torch.Tensor], alone: int) -> dict[float, Choice]:

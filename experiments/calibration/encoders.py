@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from experiments.calibration.run import (
+    DRAWS_PART,
     EXPERIMENT,
     ROUNDING,
     Case,
@@ -62,6 +63,10 @@ class EncoderRun(Run):
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one encoder; returns rows of what failed."""
+    if DRAWS_PART in settings.only:
+        raise ValueError(
+            f"{DRAWS_PART} are measured on language models, and {model.name} is an encoder; leave one out"
+        )
     tables = Tables(EXPERIMENT, settings, KINDS[ENCODER] + model.name, journal, deadline)
 
     def load() -> tuple[Values, Callable[[tuple[Case, str]], dict[str, Values]]]:

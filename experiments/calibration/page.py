@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from experiments.calibration import accuracy_targets, choice, peers_page, shapes
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.encoders import encoder_sections
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
-from experiments.harness.rows import Row
+from experiments.harness.rows import Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.report import accuracies
 from experiments.report.content import Comparison, Section, Table
@@ -146,7 +145,7 @@ def section(run: RealRun) -> Section:
     """What the methods win on one model."""
     tables = [table(run, name, results) for name, results in run.texts.items()]
     tables += [one for name in run.texts for one in best_table(run, name)]
-    tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
+    tables += [one for one in (draws_table(run), choice_table(run), rules_table(run)) if one.lines]
     tables += peers_page.tables(run)
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
     return Section(
@@ -202,20 +201,41 @@ def cells(run: RealRun, results: Results, setting: str, method: str) -> list[str
 
 
 def draws_table(run: RealRun) -> Table:
-    """Methods that were measured on several draws of sequences: recovered KL of each text, mean and deviation over draws."""
+    """Methods that were measured on several draws: recovered KL of each text, mean and 95% interval over draws, and by how much
+    each differs from the first method of its scheme, paired by draw."""
     lines = []
     for text, results in run.texts.items():
-        found: dict[tuple[str, str], list[float]] = {}
-        for row in results.rows:
-            if row.metric == RECOVERED and math.isfinite(row.value):
-                found.setdefault((row.setting, row.method), []).append(row.value)
+        found = recovered_by_seed(results)
         for (setting, method), values in found.items():
-            if len(values) > 1:
-                mean = statistics.mean(values)
-                cell = f"{mean:.1f} ± {statistics.stdev(values):.1f}"
-                lines.append([setting, method, text, str(len(values)), cell])
-    columns = ["scheme", "method", "text", "draws", "KL recovered (%), ± deviation over draws"]
+            base = next(one for one in found if one[0] == setting)
+            others = found[base]
+            gains = (
+                []
+                if base[1] == method
+                else [values[seed] - others[seed] for seed in sorted(values.keys() & others.keys())]
+            )
+            paired = f"{over_draws(gains)} over {base[1]}" if len(gains) > 1 else ""
+            cells = [str(len(values)), over_draws(list(values.values())), paired]
+            lines.append([setting, method, text, *cells])
+    columns = [
+        "scheme", "method", "text", "draws", "KL recovered (%), mean ± 95% interval over draws", "paired difference (points)",
+    ]  # fmt: skip
     return Table(f"{run.model}: draws of the sequences that methods see", columns, lines, run.whole.rows)
+
+
+def recovered_by_seed(results: Results) -> dict[tuple[str, str], dict[int, float]]:
+    """Recovered KL by seed, of each scheme and method that several seeds were measured of."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in results.rows:
+        if row.metric == RECOVERED and math.isfinite(row.value):
+            found.setdefault((row.setting, row.method), {})[row.seed] = row.value
+    return {key: values for key, values in found.items() if len(values) > 1}
+
+
+def over_draws(values: Sequence[float]) -> str:
+    """The mean and half of Student's 95% interval."""
+    found = interval(values)
+    return f"{found.mean:.1f} ± {found.half:.1f}"
 
 
 def choice_table(run: RealRun) -> Table:
@@ -253,6 +273,36 @@ def choice_table(run: RealRun) -> Table:
         lines,
         run.whole.rows,
     )
+
+
+def rules_table(run: RealRun) -> Table:
+    """Choices on the evaluation texts beside one scheme for all layers and a rule by hand, quantized by the same methods."""
+    lines = []
+    for text, results in run.texts.items():
+        for bits in choice.BUDGETS:
+            for method in choice.RULE_ARMS:
+                ours = results.value(choice.setting(bits), method, KL)
+                for rule in choice.RULES if ours is not None else ():
+                    cells = rule_cells(run, results, choice.setting(bits, rule), method)
+                    if cells:
+                        lines.append([text, f"{bits:g} bits", method, number(ours, 3), *cells])
+    columns = [
+        "text", "budget", "method", "KL of the choice", "held against", "its bits per weight", "its KL",
+        "choice / this, ± standard error",
+    ]  # fmt: skip
+    return Table(f"{run.model}: the automatic choice against rules by hand", columns, lines, run.whole.rows)
+
+
+def rule_cells(run: RealRun, results: Results, setting: str, method: str) -> list[str]:
+    """Which form of a rule was measured, its size and KL, and the choice's KL over that; empty where it was not measured."""
+    words = (KL, choice.OVER, choice.OVER_ERROR)
+    kl, over, error = (results.value(setting, method, word) for word in words)
+    if kl is None or over is None or error is None:
+        return []
+    told = (row.metric for row in run.whole.rows if (row.setting, row.method) == (setting, method))
+    name = next(word.removeprefix("rule: ") for word in told if word.startswith("rule: "))
+    bits = number(run.whole.value(setting, method, "bits per weight"), 2)
+    return [name, bits, number(kl, 3), f"{over:.2f} ± {error:.2f}"]
 
 
 def percent(results: Results, setting: str, method: str, metric: str, error: str) -> str:

@@ -6,7 +6,9 @@ two texts. "Recovered" is the share of rounding's KL divergence from the dense m
 1 - method / rounding, paired by window with its standard error (linearized ratio). KL is the measure: at 4 bits changes of the
 loss drown in noise, and errors of single layers mislead.
 
-Seconds and memory at the shapes of large models are parts of their own (`experiments.calibration.shapes`).
+Seconds and memory at the shapes of large models are parts of their own (`experiments.calibration.shapes`). So is what a draw
+moves: `--only draws` measures DRAWS paired seeds of what is drawn, the sequences that methods see and AutoRound's order of
+batches, each seed the same sequences for all methods. Rotations draw nothing: their signs are those of the record.
 
 Rounding is measured first in each scheme, since all others are compared with it window by window; a resumed run measures it
 again. What a method does not take (its mathematics has no meaning in a scheme) is a row that says why.
@@ -115,16 +117,23 @@ CASES: dict[str, tuple[tuple[str, str | None], ...]] = {
         ("hqq.int4_g64", None),
     ),
 }
-#: Methods that are measured on so many draws of sequences in all, in these schemes: what a draw moves.
-DRAWS = 5
+#: Methods that are measured on so many draws of sequences in all, in these schemes: what a draw moves. The part that measures
+#: them alone, and what it measures at a scale whose whole run has none.
+DRAWS, DRAWS_PART = 5, "draws"
 DRAWN: dict[str, tuple[tuple[str, str], ...]] = {
     "quick": (),
     "full": (
         ("int3_g64_asymmetric", "gptq"),
         ("mxfp4_rceil", "gptq"),
         ("int3_g64_asymmetric", "search by inputs"),
+        ("int3_g64_asymmetric", "awq + gptq"),
+        ("int3_g64_asymmetric", "rotate + gptq"),
+        ("int3_g64_asymmetric", "gptq + autoround"),
+        ("int2_g64_asymmetric", "gptq"),
+        ("int2_g64_asymmetric", "gptq + autoround"),
     ),
 }
+SHORT_DRAWN = (("int3_g64_asymmetric", "gptq"), ("int3_g64_asymmetric", "autoround"))
 QUICK_ARMS = (ROUNDING, "search by inputs", "gptq")
 #: Sequences that methods see, and tokens of each, by scale.
 SEQUENCES = {"quick": 16, "full": 128}
@@ -141,6 +150,8 @@ class Case:
     weights: str
     inputs: str | None
     budget: float | None = None
+    #: One of `choice.RULES` in place of the choice.
+    rule: str = ""
 
     @property
     def setting(self) -> str:
@@ -164,6 +175,8 @@ class Run:
     draw_for_choices: Callable[[], list[torch.Tensor]]
     rounded: dict[tuple[str, str], Sums] = field(default_factory=dict)
     choices: dict[float, Choice] = field(default_factory=dict)
+    #: What choices do, by the setting of the choice, method and text.
+    chosen: dict[tuple[str, str, str], Sums] = field(default_factory=dict)
     facts: Values = field(default_factory=dict)
 
     def with_seed(self, seed: int) -> Run:
@@ -184,8 +197,13 @@ def check_parts(names: Sequence[str]) -> None:
         raise ValueError(
             f"{' and '.join(shapes.PARTS)} have methods and schemes of their own; name them without others"
         )
+    others = [name for name in names if name in (*PEERS, choice.NAME)]
+    if DRAWS_PART in names and others:
+        raise ValueError(
+            f"{DRAWS_PART} are of schemes and methods of ours, not of {others[0]}; leave one out"
+        )
     for name in names:
-        if name not in (*ARMS, *PEERS, choice.NAME, *shapes.PARTS):
+        if name not in (*ARMS, *PEERS, choice.NAME, DRAWS_PART, *shapes.PARTS):
             try:
                 activation_scheme(name)
             except ValueError:
@@ -195,6 +213,7 @@ def check_parts(names: Sequence[str]) -> None:
                         *ARMS,
                         *PEERS,
                         choice.NAME,
+                        DRAWS_PART,
                         *shapes.PARTS,
                         *dict.fromkeys(one for one, _ in CASES["full"]),
                     ],
@@ -204,8 +223,12 @@ def check_parts(names: Sequence[str]) -> None:
 
 def cases_of(settings: Settings) -> list[Case]:
     """The schemes of a run: the scale's, or those that `settings.only` names."""
-    choices = [Case(choice.setting(bits), None, bits) for bits in choice.BUDGETS]
-    wanted = [name for name in settings.only if name not in (*ARMS, *PEERS)]
+    choices = [
+        Case(choice.setting(bits, rule or choice.NAME), None, bits, rule)
+        for rule in ("", *choice.RULES)
+        for bits in choice.BUDGETS
+    ]
+    wanted = [name for name in settings.only if name not in (*ARMS, *PEERS, DRAWS_PART)]
     if not wanted:
         return [Case(*one) for one in CASES[settings.scale]] + (choices if settings.scale == "full" else [])
     known = [Case(*one) for one in CASES["full"]]
@@ -220,7 +243,7 @@ def arms_of(settings: Settings, case: Case) -> list[str]:
     names = [name for name in wanted if name in ARMS]
     names = names if wanted else (QUICK_ARMS if settings.scale == "quick" else ARMS)
     if case.budget is not None:
-        names = [name for name in choice.ARMS if name in names]
+        names = [name for name in (choice.RULE_ARMS if case.rule else choice.ARMS) if name in names]
     return [
         ROUNDING,
         *(n for n in names if n != ROUNDING and (case.inputs is not None or n not in WITH_INPUTS)),
@@ -272,10 +295,28 @@ def planned(scale: str) -> list[tuple[str, str]]:
 
 
 def tasks_of_run(settings: Settings) -> list[Task]:
-    """Schemes, methods and seeds of the sequences; further draws come last."""
-    tasks = [(case, arm, settings.seed) for case in cases_of(settings) for arm in arms_of(settings, case)]
-    again = [(case, arm) for case, arm, _ in tasks if (case.setting, arm) in DRAWN[settings.scale]]
-    return tasks + [(case, arm, settings.seed + draw) for case, arm in again for draw in range(1, DRAWS)]
+    """Schemes, methods and seeds of the sequences; further draws come last, seed by seed."""
+    if DRAWS_PART in settings.only:
+        again = drawn(settings)
+        rounded = dict.fromkeys(case for case, _ in again)
+        tasks = [(case, ROUNDING, settings.seed) for case in rounded]
+        tasks += [(case, arm, settings.seed) for case, arm in again]
+    else:
+        tasks = [(case, arm, settings.seed) for case in cases_of(settings) for arm in arms_of(settings, case)]
+        again = [(case, arm) for case, arm, _ in tasks if (case.setting, arm) in DRAWN[settings.scale]]
+    return tasks + [(case, arm, settings.seed + draw) for draw in range(1, DRAWS) for case, arm in again]
+
+
+def drawn(settings: Settings) -> list[tuple[Case, str]]:
+    """Schemes and methods of the part of draws; where schemes or methods are named beside it, these, in all combinations."""
+    pairs = DRAWN[settings.scale] or SHORT_DRAWN
+    arms = [name for name in settings.only if name in ARMS]
+    schemes = [name for name in settings.only if name not in (*ARMS, DRAWS_PART)]
+    if not arms and not schemes:
+        return [(Case(scheme, None), arm) for scheme, arm in pairs]
+    schemes = schemes or list(dict.fromkeys(scheme for scheme, _ in pairs))
+    arms = arms or list(dict.fromkeys(arm for _, arm in pairs))
+    return [(Case(scheme, None), arm) for scheme in schemes for arm in arms if arm != ROUNDING]
 
 
 @torch.no_grad()
@@ -306,11 +347,14 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
             round_first(here, case)
-        values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, methods_of(arm))
+        chosen = () if arm in PEERS else methods_of(arm, here.settings.seed)
+        values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
             with torch.no_grad():
                 sums = evaluated(here.bench, windows, model)
             shares = recovered(here, case, windows, sums)
+            if case.budget is not None:
+                shares |= over_choice(here, case, arm, windows, sums)
             found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
         return {**values, **harness_values(here.settings, here.bench.model, model)}
 
@@ -345,14 +389,15 @@ def by_peer(here: Run, case: Case, arm: str) -> tuple[Values, nn.Module]:
     return quantized_by_peer(arm, scheme, model, bench.model.folder, here.batches, seed, pythons), model
 
 
-def methods_of(arm: str) -> tuple[Any, ...]:
-    """The records of a method; ValueError where ao_lab has none of that class."""
+def methods_of(arm: str, seed: int = 0) -> tuple[Any, ...]:
+    """The records of a method, those that draw with this seed; ValueError where ao_lab has none of that class."""
     made = []
     for name, arguments in ARMS[arm]:
         kind = getattr(records, name, None)
         if kind is None:
             raise ValueError(f"ao_lab has no method {name}")
-        made.append(kind(**arguments))
+        draws = {"seed": seed} if "seed" in kind.__dataclass_fields__ else {}
+        made.append(kind(**draws, **arguments))
     return tuple(made)
 
 
@@ -387,6 +432,23 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     return {**values, "tokens seen": (tokens, ""), **layer_values(model), **told}, model
 
 
+def over_choice(here: Run, case: Case, arm: str, windows: TextWindows, sums: Sums) -> Values:
+    """Of a rule the KL of the choice under its budget over the rule's, by the same method; a choice is remembered for that, and
+    measured again where this process has not."""
+    setting = choice.setting(case.budget or 0.0)
+    key = setting, arm, windows.text.name
+    if not case.rule:
+        here.chosen[key] = replace(sums)
+        return {}
+    if key not in here.chosen:
+        _, model = quantized(here, Case(setting, None, case.budget), methods_of(arm, here.settings.seed))
+        for text in here.bench.windows:
+            with torch.no_grad():
+                here.chosen[setting, arm, text.text.name] = evaluated(here.bench, text, model)
+    ratio, error = ratio_and_error(here.chosen[key].kls, sums.kls, windows.documents)
+    return {choice.OVER: (ratio, ""), choice.OVER_ERROR: (error, "")}
+
+
 def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[Any, Any, Values]:
     """The configuration of a case, the filter beside it, and what there is to say of how it was found."""
     if case.budget is None:
@@ -403,6 +465,9 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
             "choice: tokens of scores and measurements": (tokens, ""),
         }
     found = here.choices[case.budget]
+    if case.rule:
+        plan, trial = choice.rule_plan(found, case.rule)
+        return plan, None, {f"rule: {trial}": (1.0, "")}
     return found.plan, None, {**choice.values(found), **here.facts}
 
 

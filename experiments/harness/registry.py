@@ -69,6 +69,7 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
 EXPERIMENTS = discover()
 #: Those that can be limited to parts or to seconds.
 LIMITED = (
+    "ptq",
     "calibration",
     "fp8_training",
     "sparsity",

@@ -30,14 +30,17 @@ BETAS, CLIP, WARMUP = (0.9, 0.95), 1.0, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How a model is trained: steps, sequences a step, tokens of a sequence, AdamW's peak rate (a cosine to zero after a short
-    warm-up), and the rate of learned scales relative to their mean."""
+    """How a model is trained: steps, sequences a step, tokens of a sequence, AdamW's peak rate (a cosine to zero after a
+    warm-up over this share of the steps) and betas, and the rate of learned scales relative to their mean (None: that of
+    weights)."""
 
     steps: int
     batch: int
     length: int
     rate: float
-    scale_rate: float
+    scale_rate: float | None
+    warmup: float = WARMUP
+    betas: tuple[float, float] = BETAS
 
     @property
     def sequences(self) -> int:
@@ -46,7 +49,7 @@ class Tuning:
 
     def factor(self, step: int) -> float:
         """Of the rates in a step, the first being 0."""
-        warm = min(1.0, (step + 1) / max(1, round(WARMUP * self.steps)))
+        warm = min(1.0, (step + 1) / max(1, round(self.warmup * self.steps)))
         return warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
@@ -117,13 +120,14 @@ def _guarded(run: Steps, batch: Tensor, model: nn.Module) -> Tensor:
 
 
 def optimizer_of(model: nn.Module, tuning: Tuning) -> torch.optim.Optimizer:
-    """AdamW of all parameters that train; learned scales in a group of their own."""
+    """AdamW of all parameters that train; learned scales in a group of their own unless they have the rate of weights."""
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
     device = next(iter(named.values())).device
     cuda = device.type == "cuda"
-    groups = parameter_groups(named, tuning.scale_rate)
+    together: list[Any] = [{"params": list(named.values())}]
+    groups = together if tuning.scale_rate is None else parameter_groups(named, tuning.scale_rate)
     optimizer = torch.optim.AdamW(
-        groups, lr=tuning.rate, betas=BETAS, weight_decay=0.0, fused=cuda, capturable=cuda
+        groups, lr=tuning.rate, betas=tuning.betas, weight_decay=0.0, fused=cuda, capturable=cuda
     )
     return with_full_rates([optimizer], device)[0]
 

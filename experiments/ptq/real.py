@@ -7,13 +7,17 @@ gives it.
 
 A scheme whose blocks do not divide every layer is not measured on that model, and a row says so: half a model quantized would
 stand beside whole ones.
+
+Sentence encoders and speech models are parts (`ao-lab reproduce ptq --only encoders`, `--only speech`): all default schemes on
+the models of that task that packages carry, the smallest first, at either scale; they take seconds a scheme where a language
+model takes minutes. Schemes that `--only` names beside a part are measured alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,6 +29,7 @@ from experiments.data.programs import problems
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import BASE, Bench, RealModel, check_whole, linears, sizes
+from experiments.models.pretrained import ENCODER, RECORDS, SPEECH
 from experiments.models.programs import Programs, programs_of
 from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import generation
@@ -42,6 +47,11 @@ SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil
 EVERY = {"quick": 20, "full": 1}
 #: New tokens of `generate()`, by scale.
 NEW_TOKENS = {"quick": 8, "full": 32}
+#: Models of a task that packages carry, the smallest first, as parts of a run.
+PARTS: dict[str, tuple[str, ...]] = {
+    part: tuple(one.name for one in sorted(RECORDS, key=lambda one: one.parameters) if one.task == task)
+    for part, task in (("encoders", ENCODER), ("speech", SPEECH))
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,24 @@ def real_tasks(settings: Settings, base: str = BASE) -> list[Task]:
     them all).
     """
     quick = settings.scale == "quick" and not settings.only
-    default = (*(scheme for scheme in settings.schemes if "." not in scheme), *settings.served)
-    weights = QUICK_WEIGHTS if quick else settings.only or default
+    weights = QUICK_WEIGHTS if quick else settings.only or default_schemes(settings)
     inputs = QUICK_INPUTS if quick else weights
     tasks = [Task(scheme, None) for scheme in weights]
     return [Task(base, None), *tasks, *(Task(scheme, activation_scheme(scheme)) for scheme in inputs)]
+
+
+def default_schemes(settings: Settings) -> tuple[str, ...]:
+    """The schemes that are no other project's, and those that models are served in."""
+    return (*(scheme for scheme in settings.schemes if "." not in scheme), *settings.served)
+
+
+def of_parts(settings: Settings) -> Settings:
+    """The settings of a run of parts: their models, and the schemes that were named, by default all; of another run its own."""
+    if settings.asked is not None or not settings.only:
+        return settings
+    models = tuple(name for part, names in PARTS.items() if part in settings.only for name in names)
+    schemes = tuple(name for name in settings.only if name not in PARTS)
+    return replace(settings, models=models, only=schemes or default_schemes(settings))
 
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
@@ -138,6 +161,15 @@ def quantized(bench: AnyBench, task: Task) -> nn.Module:
     quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
     check_whole(task.method, layers)
     return model
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for names that are neither parts nor schemes, and for schemes without a part: of no model."""
+    check_schemes([name for name in names if name not in PARTS])
+    if not any(name in PARTS for name in names):
+        raise ValueError(
+            f"{names[0]} is a scheme; name the models beside it: --only {' or --only '.join(PARTS)}, or --model DIR"
+        )
 
 
 def check_schemes(names: Sequence[str]) -> None:

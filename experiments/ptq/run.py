@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from experiments.data.evaluation import Error, MultipleChoice, Scores, mean_and_error, multiple_choice, score
-from experiments.harness.measuring import bar, measure_all
+from experiments.harness.measuring import Deadline, bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.quantized_model import (
     PLAIN,
@@ -30,7 +30,7 @@ from experiments.models.quantized_model import (
     layer_inputs,
     quantized_model,
 )
-from experiments.ptq.real import Task, check_schemes, run_real
+from experiments.ptq.real import Task, check_parts, check_schemes, of_parts, run_real
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, all_rows
 
@@ -50,20 +50,28 @@ class Shared:
     by_weights: dict[str, tuple[Scores, dict[str, float]]] = field(default_factory=dict)
 
 
-check_parts = check_schemes
+#: What `--only` names beside a model.
+check_models = check_schemes
 
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the trained model where one is measured, and the real models."""
-    trained = [settings.model_key] if settings.asked is None else []
-    return "-".join([*trained, *([real_subject(settings)] if settings.models else [])])
+    trained = [settings.model_key] if has_stand_in(settings) else []
+    real = of_parts(settings)
+    return "-".join([*trained, *([real_subject(real)] if real.models else [])])
+
+
+def has_stand_in(settings: Settings) -> bool:
+    """Whether a run measures the stand-in: neither models nor parts were asked for."""
+    return settings.asked is None and not settings.only
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of real models, and of the stand-in unless real ones were asked for; rows in the journal are not measured again."""
-    journal = journal if journal is not None else Journal()
-    failed = run_real(settings, journal)
-    if settings.asked is None:
+    """Rows of real models, and of the stand-in unless real ones or parts were asked for; rows in the journal are not measured
+    again. With a limit of seconds no real model begins a scheme after it, and the stand-in does not begin."""
+    journal, deadline = journal if journal is not None else Journal(), Deadline(settings.seconds)
+    failed = run_real(of_parts(settings), journal)
+    if has_stand_in(settings) and deadline.reason() is None:
         run_stand_in(settings, journal)
     return all_rows(settings, journal, failed)
 
@@ -178,3 +186,6 @@ def layer_snr(shared: Shared, quantized: QuantizedModel) -> dict[str, float]:
         y = functional.linear(shared.inputs[name], exact[name].weight)
         found[name] = Error.of(y, functional.linear(x, layer.weight)).snr_db
     return found
+
+
+__all__ = ["check_models", "check_parts", "run", "subject"]

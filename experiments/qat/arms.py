@@ -6,12 +6,18 @@ QAT as `quantize_` prepares it, QAT with learned scales that start where `Clip()
 torchao.
 
 Scales are learned where a scheme keeps them in float32, so MX and NVFP4 have no such arm; torchao's arm is there for integers.
+
+At 2 and 3 bits of weights alone there is ParetoQ too (Liu et al., arXiv 2502.02631): the levels of `LowBitWeightOnlyConfig`
+(stretched at 2 bits, symmetric integers at 3) in the groups of the scheme beside it, learned scales that start at each group's
+largest magnitude, and the optimizer of the authors' program (`tuning_of`). The authors have a scale for each row and train
+much longer; here it reads what the other arms read, which the page says. `--only stretched2_rowwise` trains for their rows, by
+the other arms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +29,7 @@ from ao_lab import (
     Clip,
     Int8DynamicActivationIntxWeightConfig,
     IntxWeightOnlyConfig,
+    LowBitWeightOnlyConfig,
     MXDynamicActivationMXWeightConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     PerGroup,
@@ -34,18 +41,21 @@ from ao_lab.qat.config import has_learnable_scales
 from experiments.harness import revision
 from experiments.harness.revision import TORCHAO
 from experiments.models.causal_lm import Undivided, check_whole, linears
+from experiments.models.fine_tuning import Tuning
 from experiments.models.quantized_model import setting_name
 
 PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ = "PTQ of the base model", "PTQ", "PTQ, clipped", "PTQ, GPTQ"
 WITH_AUTOROUND = "PTQ, AutoRound"
-QAT, LEARNED, BY_TORCHAO = "QAT", "QAT, learned scales", "torchao QAT"
+QAT, LEARNED, PARETOQ, BY_TORCHAO = "QAT", "QAT, learned scales", "QAT, ParetoQ", "torchao QAT"
 #: In the order in which they are measured; after the first a model is fine-tuned for each seed.
-ARMS = (PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ, WITH_AUTOROUND, QAT, LEARNED, BY_TORCHAO)
+ARMS = (PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ, WITH_AUTOROUND, QAT, LEARNED, PARETOQ, BY_TORCHAO)
 #: Those that read data.
 READING = (CLIPPED, WITH_GPTQ, WITH_AUTOROUND, LEARNED)
 #: Bits of the integers for which AutoRound is held against training: where the paper asks it.
 LOW_BITS = (2, 3)
-TRAINED = (QAT, LEARNED, BY_TORCHAO)
+TRAINED = (QAT, LEARNED, PARETOQ, BY_TORCHAO)
+#: The rate of weights and scales and AdamW's betas in the authors' program of ParetoQ.
+PARETOQ_RATE, PARETOQ_BETAS = 2e-5, (0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,13 @@ class Method(Configured):
         left = set() if has_learnable_scales(self.config.recipe().weight) else {LEARNED}
         left |= set() if self.bits else {BY_TORCHAO}
         left |= set() if self.bits in LOW_BITS else {WITH_AUTOROUND}
+        alone = self.config.recipe().activation is None
+        left |= set() if self.bits in LOW_BITS and alone else {PARETOQ}
         return tuple(arm for arm in ARMS if arm not in left)
+
+    def trained(self, arm: str) -> Config:
+        """The configuration that an arm trains for."""
+        return LowBitWeightOnlyConfig(self.bits, GROUP) if arm == PARETOQ else self.config
 
     def torchao(self) -> Any:
         """The same configuration in torchao, which need not be installed."""
@@ -157,6 +173,8 @@ def prepare(model: nn.Module, method: Method, arm: str, batches: Sequence[Tensor
     elif arm == LEARNED:
         config = QATConfig(method.config, step="prepare", learn_scales=True)
         quantize_(model, config, filter_fn, calibration=list(batches), methods=(Clip(),))
+    elif arm == PARETOQ:
+        quantize_(model, QATConfig(method.trained(arm), step="prepare", learn_scales=True), filter_fn)
     else:
         quantize_(model, QATConfig(method.config, step="prepare"), filter_fn)
     check_trains(method.name, linears(model))
@@ -179,5 +197,12 @@ def convert(model: nn.Module, method: Method, arm: str) -> nn.Module:
 
         theirs(model, TheirConfig(method.torchao(), step="convert"), filter_fn)
     else:
-        quantize_(model, QATConfig(method.config, step="convert"), filter_fn)
+        quantize_(model, QATConfig(method.trained(arm), step="convert"), filter_fn)
     return model
+
+
+def tuning_of(arm: str, tuning: Tuning) -> Tuning:
+    """How an arm trains: ParetoQ by its authors' optimizer, from its full rate down a cosine, scales at the rate of weights."""
+    if arm != PARETOQ:
+        return tuning
+    return replace(tuning, rate=PARETOQ_RATE, betas=PARETOQ_BETAS, warmup=0.0, scale_rate=None)

@@ -305,8 +305,9 @@ def trained(here: Here, task: Task, method: Method) -> tuple[nn.Module, Values]:
     """The model after QAT, converted."""
     model = trainable(here.bench.base, here.dtype)
     arms.prepare(model, method, task.arm, batches_for(here, task))
-    values = fine_tune(model, here.sequences(task.seed), here.plan.tuning)
-    return arms.convert(model, method, task.arm), values
+    tuning = arms.tuning_of(task.arm, here.plan.tuning)
+    values = fine_tune(model, here.sequences(task.seed), tuning)
+    return arms.convert(model, method, task.arm), {**values, "learning rate": (tuning.rate, "")}
 
 
 def tuned(here: Here, seed: int) -> nn.Module:

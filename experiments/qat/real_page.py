@@ -38,7 +38,9 @@ TEXT = (
     "percentage.",
     (
         "PTQ of the base model: the original model, quantized, over the original model. Learned scales start where "
-        "Clip() puts them. torchao's QAT is prepared, trained and converted by torchao, beside the same PTQ."
+        "Clip() puts them. ParetoQ has the levels, starts and optimizer of its authors, in the groups of the scheme beside "
+        "it and on the sequences of the others, where the authors train much longer, with a scale for each row. "
+        "torchao's QAT is prepared, trained and converted by torchao, beside the same PTQ."
     ),
 )
 

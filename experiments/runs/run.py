@@ -289,7 +289,9 @@ def reproduce(
     names = registry.chosen(tables)
     if real is not None:
         check_asked(tables or (), real, only)
-        names = [name for name in names if name in (tables or ())]
+    if real is not None or only or seconds is not None:
+        # What is limited to a part is not what another experiment's name runs too.
+        names = [name for name in names if name in (tables or names)]
     if only and real is None and names not in (["decode"], *([name] for name in registry.LIMITED)):
         raise ValueError(
             f"only the tables {', '.join(map(repr, ('decode', *registry.LIMITED)))} can be measured in parts; name one alone"

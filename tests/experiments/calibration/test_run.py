@@ -17,7 +17,8 @@ from experiments.calibration.run import ARMS, Case, arms_of, cases_of, check_par
 from experiments.data import texts
 from experiments.data.texts import calibration_documents, drawn_sequences
 from experiments.harness.paths import Paths
-from experiments.harness.rows import read
+from experiments.harness.rows import Row, read
+from experiments.report.real_runs import RECOVERED
 from experiments.runs.run import RealModels, Settings
 
 pytest.importorskip("transformers")
@@ -82,8 +83,18 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
     (one,) = page.real_runs(rows)
     assert seconds_of(one, "choice, 4.25 bits", "rounding") > found["time to choose, all budgets"]
     section, _ = page.sections(rows)
-    assert [line[0] for line in section.tables[-1].lines] == ["choice, 3 bits", "choice, 4.25 bits"]
-    assert all("int2_g64_asymmetric_bf16" in line[-1] for line in section.tables[-1].lines)
+    *_, chosen, rules = section.tables
+    assert [line[0] for line in chosen.lines] == ["choice, 3 bits", "choice, 4.25 bits"]
+    assert all("int2_g64_asymmetric_bf16" in line[-1] for line in chosen.lines)
+    assert {line[1] for line in rules.lines} == {"3 bits", "4.25 bits"}
+    for bits, rule in ((3.0, "one scheme for all layers"), (4.25, "first and last layers in 8 bits")):
+        ours, theirs = (
+            values(rows, "sympy", "rounding", f"{name}, {bits:g} bits") for name in ("choice", rule)
+        )
+        assert theirs[run.choice.OVER] == pytest.approx(ours["KL"] / theirs["KL"], rel=1e-5)
+        assert theirs[run.choice.OVER_ERROR] > 0
+    one = values(rows, "model", "rounding", "one scheme for all layers, 3 bits")
+    assert (one["bits per weight"], one["rule: int2_g64_asymmetric_bf16"]) == (2.375, 1)
 
 
 def values(rows, data, method, setting="int3_g64_asymmetric"):
@@ -153,7 +164,7 @@ def test_the_page_has_both_pictures_and_a_table(reproduced):
     assert [line[:4] for line in draws.lines] == [
         ["int3_g64_asymmetric", "search by inputs", draws.lines[0][2], "3"]
     ]
-    assert " ± " in draws.lines[0][-1]
+    assert " ± " in draws.lines[0][4]
     first = values(rows, "sympy", "search by inputs")["KL"]
     assert next(line for line in table.lines if line[1] == "search by inputs")[5].startswith(f"{first:.3f} ±")
     assert {row.seed for row in rows if row.method == "search by inputs"} == {0, 1, 2}
@@ -206,7 +217,8 @@ def test_schemes_and_methods_of_a_run(tmp_path):
     some = settings(tmp_path, only=("nvfp4", "int5_g64", "gptq"))
     assert [case.setting for case in cases_of(some)] == ["nvfp4, inputs nvfp4", "nvfp4", "int5_g64"]
     assert arms_of(some, Case("nvfp4", None)) == ["rounding", "gptq"]
-    assert [case.budget for case in cases_of(everything)][-3:] == [3.0, 2.5, 4.25]
+    budgets = [case.budget for case in cases_of(everything) if case.budget is not None]
+    assert budgets == [3.0, 2.5, 4.25] * 3
     (first, *_) = cases_of(settings(tmp_path, only=("choice", "gptq", "hqq")))
     assert (first.setting, arms_of(settings(tmp_path), first)) == (
         "choice, 3 bits",
@@ -215,6 +227,41 @@ def test_schemes_and_methods_of_a_run(tmp_path):
     check_parts(["gptq", "nvfp4", "torchao.int4_g64_tinygemm", "choice"])
     with pytest.raises(ValueError, match="unknown part 'gptk'"):
         check_parts(["gptk"])
+
+
+def test_draws_are_a_part(tmp_path):
+    """Rounding once, then each method on five seeds; a seed's sequences and AutoRound's order are of that seed."""
+    scheme, methods = "int2_g64_asymmetric", ("gptq", "gptq + autoround")
+    here = settings(tmp_path, only=("draws", scheme, *methods))
+    tasks = [(case.setting, arm, seed) for case, arm, seed in run.tasks_of_run(here)]
+    assert tasks == [
+        (scheme, "rounding", 0),
+        *((scheme, method, seed) for seed in range(5) for method in methods),
+    ]
+    assert [methods_of("gptq + autoround", seed)[-1].seed for seed in (0, 3)] == [0, 3]
+    short = run.tasks_of_run(settings(tmp_path, scale="quick", only=("draws",)))
+    assert len(short) == 1 + 5 * len(run.SHORT_DRAWN)
+    schemes = {case.setting for case, _, _ in run.tasks_of_run(settings(tmp_path, only=("draws", "hqq")))}
+    assert schemes == {name for name, _ in run.DRAWN["full"]}
+    with pytest.raises(ValueError, match="draws are of schemes and methods of ours, not of choice"):
+        check_parts(["draws", "choice"])
+
+
+def test_draws_are_compared_seed_by_seed():
+    def row(method, seed, value):
+        return Row(experiment="calibration", table="real m/full/t", setting="int3_g64", method=method, metric=RECOVERED,
+                   value=value, unit="%", device="cpu", seed=seed)  # fmt: skip
+
+    rows = [row("gptq", seed, 50.0 + 10 * seed) for seed in range(3)]
+    rows += [row("autoround", seed, 51.0 + 10 * seed) for seed in range(3)]
+    rows += [row("hqq", 0, 9.0)]
+    (one,) = page.real_runs(rows)
+    lines = page.draws_table(one).lines
+    half = 4.302653 * 10 / math.sqrt(3)
+    assert [line[1:] for line in lines] == [
+        ["gptq", "t", "3", f"60.0 ± {half:.1f}", ""],
+        ["autoround", "t", "3", f"61.0 ± {half:.1f}", "1.0 ± 0.0 over gptq"],
+    ]
 
 
 def test_every_method_is_made_of_records():

@@ -269,7 +269,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
     assert registry.chosen(["decode"]) == ["decode"]
     with pytest.raises(ValueError, match="only the tables 'decode'"):
-        harness_run.reproduce(["ptq"], only=["int8wo"])
+        harness_run.reproduce(["formats"], only=["int8wo"])
     with pytest.raises(ValueError, match="quick, full"):
         settings_for("medium", "cpu", tmp_path)
     with pytest.raises(ValueError, match="cpu, cuda"):

@@ -24,7 +24,7 @@ from experiments.models.quantized_model import decoded_weights
 from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA
 from experiments.ptq.page import findings, sections
-from experiments.ptq.real import programs_for
+from experiments.ptq.real import PARTS, check_parts, default_schemes, of_parts, programs_for
 from experiments.ptq.task_page import programs_section
 from experiments.runs import benches
 from experiments.runs.real_models import real_subject
@@ -161,6 +161,40 @@ def test_the_page_has_a_section_for_each(place):
     said = " ".join(findings(rows))
     assert "tiny-mpnet, accuracy on film-reviews (short run, CPU; dense" in said
     assert "mxfp4_rceil with inputs" in said
+
+
+def test_a_part_measures_the_models_of_its_task(place, tmp_path, monkeypatch):
+    """With the named schemes alone, and no stand-in; without any all default ones."""
+    settle(monkeypatch, place)
+    monkeypatch.setitem(PARTS, "encoders", (str(place / "tiny-mpnet"),))
+    here = replace(settings_for("quick", "cpu", tmp_path), only=("encoders", "int8_rowwise"))
+    command = [
+        "reproduce",
+        "ptq",
+        "--only",
+        "encoders",
+        "--only",
+        "int8_rowwise",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    assert main([*command, "--reports", str(tmp_path / "reports")]) == 0
+    rows = read(Paths(place / "cache", tmp_path / "reports").rows("ptq"))
+    assert {row.table for row in rows} == {f"encoder tiny-mpnet/quick/{data}" for data in ("model", REVIEWS)}
+    assert {row.method for row in rows} == {"file", "float32", "int8_rowwise"}
+    whole = of_parts(replace(here, only=("speech",)))
+    assert whole.models == ("whisper-base",)
+    assert set(whole.only) == set(default_schemes(here)) > {"nvfp4", "int2_g32"}
+    assert of_parts(replace(here, only=())).models == here.models
+
+
+def test_parts_are_asked_for_by_name():
+    check_parts(["encoders", "speech", "nvfp4"])
+    with pytest.raises(ValueError, match="nvfp4 is a scheme; name the models beside it: --only encoders"):
+        check_parts(["nvfp4"])
+    with pytest.raises(ValueError, match="nvfp5"):
+        check_parts(["encoders", "nvfp5"])
 
 
 def test_programs_have_a_table_where_they_were_run():
