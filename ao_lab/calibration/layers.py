@@ -34,7 +34,7 @@ from ao_lab.calibration.tokens import Moments, SplitMoments
 from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
-from ao_lab.transforms.low_rank import residual_bits
+from ao_lab.transforms.low_rank import add_residual, residual_bits
 from fast.calibration.damping import gptq_held_out
 from reference import Quantized, Scales
 from reference.calibration.residual import LowRank as Factors
@@ -193,6 +193,34 @@ class Calibrated(NamedTuple):
     def noting(self, note: str) -> Calibrated:
         """With one more note."""
         return self._replace(result=replace(self.result, notes=(*self.result.notes, note)))
+
+
+class Placing(NamedTuple):
+    """A quantized weight, and the bias and the residual that belong to it, on their way into the model."""
+
+    target: Target
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+    residual: Factors | None
+
+    @classmethod
+    def of(cls, target: Target, calibrated: Calibrated) -> Placing:
+        """What is to be placed of a calibrated weight."""
+        weight = calibrated.weight.transposed() if target.transposed else calibrated.weight
+        bias = calibrated.bias
+        if bias is not None:
+            layer = next(iter(target.layers.values()))
+            bias = layer.get_parameter("bias").detach().to(torch.float64) + bias
+        return cls(target, nn.Parameter(weight, requires_grad=False), bias, calibrated.residual)
+
+    def place(self) -> None:
+        """All in their places; a second time changes nothing."""
+        self.target.put(self.weight)
+        layer: Any = next(iter(self.target.layers.values()), None)
+        if self.bias is not None:
+            layer.get_parameter("bias").data.copy_(self.bias)
+        if self.residual is not None:
+            add_residual(layer, self.residual)
 
 
 def quantized(work: Work) -> list[Calibrated]:

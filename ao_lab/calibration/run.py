@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,8 +41,18 @@ from ao_lab.calibration.experts import (
     siblings,
 )
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
-from ao_lab.calibration.layers import Calibrated, Part, Work, quantized_either_way
-from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, StaticKV, of_kind, ordered
+from ao_lab.calibration.layers import Calibrated, Part, Placing, Work, quantized_either_way
+from ao_lab.calibration.methods import (
+    GPTQ,
+    AutoRound,
+    Clip,
+    LowRank,
+    Method,
+    Rotate,
+    StaticKV,
+    of_kind,
+    ordered,
+)
 from ao_lab.calibration.offline import rotate_residual
 from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
@@ -57,7 +67,6 @@ from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.transforms.data import calibrating, holds_batches, observe
 from ao_lab.transforms.layers import shorten, tied_layers
-from ao_lab.transforms.low_rank import add_residual
 from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.walk import (
     Block,
@@ -71,7 +80,6 @@ from ao_lab.transforms.walk import (
 )
 from reference import Scales
 from reference.arrays.namespace import choice
-from reference.calibration.residual import LowRank as Factors
 
 LOG = logging.getLogger(__name__)
 
@@ -126,24 +134,6 @@ def request_of(
         )
     asked = records or calibration is not None
     return Request(records, calibration, blocks, offload, resume, prefix) if asked else None
-
-
-class Placing(NamedTuple):
-    """A quantized weight, and the bias and the residual that belong to it, on their way into the model."""
-
-    target: Target
-    weight: nn.Parameter
-    bias: torch.Tensor | None
-    residual: Factors | None = None
-
-    def place(self) -> None:
-        """All in their places; a second time changes nothing."""
-        self.target.put(self.weight)
-        layer: Any = next(iter(self.target.layers.values()), None)
-        if self.bias is not None:
-            layer.get_parameter("bias").data.copy_(self.bias)
-        if self.residual is not None:
-            add_residual(layer, self.residual)
 
 
 @dataclass
@@ -442,6 +432,10 @@ class Job:
                 inputs[expert] = SplitMoments()
         if any(isinstance(one, (Rotate, AutoRound)) for one in self.request.methods):
             notes.append("experts of one weight are neither rotated nor learned with their block")
+        if of_kind(self.request.methods, LowRank) is not None:
+            notes.append(
+                "no residual: it is for the weight of one nn.Linear, and this one has several experts"
+            )
         return joined(target, experts, notes)
 
     def smooth(
@@ -536,16 +530,8 @@ class Job:
         return list(zip(stack.targets, results, strict=True))
 
     def put(self, target: Target, calibrated: Calibrated) -> None:
-        """A quantized weight in every place of the dense one, and its bias."""
-        weight = calibrated.weight.transposed() if target.transposed else calibrated.weight
-        layers = list(target.layers.values())
-        bias = (
-            None
-            if calibrated.bias is None
-            else layers[0].get_parameter("bias").detach().to(torch.float64) + calibrated.bias
-        )
-        parameter = nn.Parameter(weight, requires_grad=False)
-        self.placing = Placing(target, parameter, bias, calibrated.residual)
+        """A quantized weight in every place of the dense one, its bias, and its residual."""
+        self.placing = Placing.of(target, calibrated)
         self.placing.place()
         self.placing = None
         self.tell(target, calibrated.result)

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -382,11 +381,9 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(report: Report, saved: Saved, before: int) -> str:
-    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes with its scales."""
-    elements = sum(prod(layer.shape) for layer in report.changed)
-    bits = 8 * sum(layer.bytes for layer in report.changed) / max(elements, 1)
+    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes."""
     sizes = f"{saved.bytes / 1e6:,.4g} MB of weights (before: {before / 1e6:,.4g} MB)"
-    return f"done: {saved.files[0].parent}, {sizes}, {bits:.4g} bits per quantized weight"
+    return f"done: {saved.files[0].parent}, {sizes}, {report.bits:.4g} bits per quantized weight"
 
 
 def show(

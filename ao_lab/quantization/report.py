@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,13 @@ class Report(ModelReport[Layer]):
     kv_cache: str = ""
     #: What `use_attention_` set, as text; "" where it set nothing.
     attention: str = ""
+
+    @property
+    def bits(self) -> float:
+        """The average bits that a quantized weight takes, with scales, zero points and low-rank residuals; 0 where none is."""
+        elements = sum(prod(layer.shape) for layer in self.changed)
+        stored = sum(layer.bytes for layer in self.layers if layer.changed or layer.reason == RESIDUAL)
+        return 8 * stored / max(elements, 1)
 
     def heading(self) -> str:
         """How many of them are quantized, and prepared."""

@@ -110,6 +110,7 @@ def test_a_layer_adds_its_residual_and_trains_nothing():
     # 32 x 32 weights in 4 bits, 32 float32 scales, and two factors of 128 elements in 16 bits.
     dense = sum(p.nbytes for m in model.modules() if type(m) is nn.Linear for p in [m.weight])
     assert model_size(model).linear.bytes - dense == 512 + 128 + 512
+    assert explain(model).bits == 8 * (512 + 128 + 512) / 32**2
 
 
 def test_folders_hold_residuals(tmp_path):
