@@ -84,7 +84,7 @@ from ao_lab.quantization.report import Report
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
-from ao_lab.transforms.low_rank import residual_layers, with_residuals
+from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
 from ao_lab.transforms.report import ATTRIBUTE
 from reference.arrays.namespace import choice
 
@@ -426,11 +426,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         stored.limits.update(dict.fromkeys(read.limits))
         if not read.exact:
             stored.inexact.update(dict.fromkeys(read.limits))
-    reasons += [
-        f"{name}: its low-rank residual of rank {layer.rank} has no place in compressed-tensors; quantize without LowRank, or "
-        f"save with layout='ao_lab'"
-        for name, layer in residual_layers(model).items()
-    ]
+    reasons += unplaced_residuals(model)
     if not reasons:
         packed = [path for path, packed in bare.items() if packed]
         reasons += unsupported_reasons(model, list(bare), packed, is_untied(model))

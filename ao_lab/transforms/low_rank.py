@@ -101,6 +101,15 @@ def refuse_residuals(model: nn.Module, what: str) -> None:
         )
 
 
+def unplaced_residuals(model: nn.Module) -> list[str]:
+    """Why compressed-tensors cannot hold a model with residuals, a sentence for each layer that has one."""
+    return [
+        f"{name}: its low-rank residual of rank {layer.rank} has no place in compressed-tensors; quantize without LowRank, or "
+        f"save with layout='ao_lab'"
+        for name, layer in residual_layers(model).items()
+    ]
+
+
 @contextmanager
 def with_residuals(model: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
     """The model has the residuals that are among `tensors` (anything with dtype and shape, by name), values not yet set.
@@ -170,5 +179,6 @@ def residual_paths(names: Iterable[str]) -> list[str]:
 
 __all__ = [
     "FACTORS", "RESIDUAL", "LowRankLinear", "add_residual", "drop_residual", "factors_of", "give_residuals",
-    "refuse_residuals", "residual_bits", "residual_layers", "residual_paths", "with_residuals",
+    "refuse_residuals", "residual_bits", "residual_layers", "residual_paths", "unplaced_residuals",
+    "with_residuals",
 ]  # fmt: skip
