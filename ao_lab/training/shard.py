@@ -8,6 +8,7 @@ every rank.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,6 +47,10 @@ class Amax:
     scale: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     version: tuple[int, ...] | None = None
+    #: The number of the weight among those of its group of ranks, the same on each of them; None: not known.
+    place: int | None = None
+    #: How many times ranks have agreed to find it again, after writes that a rank may have made alone.
+    agreed: int = 0
     #: How many operations have written to the shard.
     writes: int = 0
     #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
@@ -225,6 +230,20 @@ class CastOnGather(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CastOnGather({self.scheme.name}, {self.dense!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy as torch makes of a plain tensor: what shared memory does so again. Nothing is known of the copy's weight."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:  # torch's refusal
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        known = memo.setdefault(id(self.known), Amax())
+        copied = CastOnGather(copy.deepcopy(self.dense, memo), self.scheme, known)
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        rest = {name: value for name, value in self.__dict__.items() if name not in copied.__dict__}
+        copied.__dict__.update(copy.deepcopy(rest, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor in files: what reads them need not know this class."""

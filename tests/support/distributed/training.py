@@ -6,8 +6,10 @@ both batches then.)
 """
 
 import copy
+from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +23,7 @@ import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.optim import AdamW8bit
 from ao_lab.training import fsdp as hooks
+from ao_lab.training import scales_over_ranks as over_ranks
 from ao_lab.training.shard import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE
 
@@ -200,6 +203,11 @@ def compare_reductions():
     assert reductions() == 0
     optimizer.step()
     assert reductions() == 4
+    with mock.patch.object(
+        hooks, "missing_ranks", side_effect=AssertionError
+    ):  # ranks know of each other's steps
+        AdamW8bit(net.parameters(), 1e-3).step()
+        assert reductions() == 4
     weight = net[0].up.weight
     stored = net.state_dict()["0.up.weight"]
     for written in (weight, weight.to_local(), stored.to_local(), stored, stored.detach(), stored.view(-1)):
@@ -303,6 +311,17 @@ def compare_one_rank_alone():
         assert torch.equal(many(given), one(given))
         content(one[0].up.weight)[0].fill_(9)
         weight.to_local()[0].fill_(9) if first else weight.to_local()[:0].zero_()
+        assert torch.equal(many(given), one(given))
+        content(one[0].up.weight)[1].fill_(18)
+        if first:
+            weight.to_local()[1].fill_(18)
+            limit = mock.patch.object(over_ranks, "time_limit", return_value=timedelta(seconds=0.1))
+            with limit, pytest.raises(ValueError, match="written to on this rank, and not on 1 of"):
+                many(given)
+        dist.barrier()
+        precompute_float8_dynamic_scale_for_fsdp(many)
+        assert torch.equal(many(given), one(given))
+        weight.to_local()[:0].zero_()
         assert torch.equal(many(given), one(given))
 
 
