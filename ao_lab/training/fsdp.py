@@ -378,7 +378,7 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1
-    counted = own, weight.known.writes, weight.dense._version
+    counted = own, weight.known.writes_of_lists, weight.known.writes, weight.dense._version
     return (*counted, next(_numbers)) if weight.known.replayed or is_captured(weight.dense) else counted
 
 
@@ -393,10 +393,11 @@ def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...],
 def check_all_wrote(weight: CastOnGather, version: tuple[int, ...], group: Any) -> None:
     """ValueError, before any collective, on a rank that wrote to its shard where others did not.
 
-    A write to the parameter is one on every rank. Beside others ranks meet first, which takes the host two messages.
+    A write to the parameter, and one to lists of tensors as optimizers do, is one on every rank. After others ranks meet first,
+    which takes the host two messages.
     """
     known = weight.known
-    if known.amax is None or known.version is None or known.version[0] != version[0] or known.replayed:
+    if known.amax is None or known.version is None or known.version[:2] != version[:2] or known.replayed:
         return
     missing = missing_ranks(group, weight.device, f"ao_lab/scale/{known.place}", known.agreed)
     if missing:

@@ -51,8 +51,9 @@ class Amax:
     place: int | None = None
     #: How many times ranks have agreed to find it again, after writes that a rank may have made alone.
     agreed: int = 0
-    #: How many operations have written to the shard.
+    #: How many operations have written to the shard, and of these how many to lists of tensors, as optimizers do on every rank.
     writes: int = 0
+    writes_of_lists: int = 0
     #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
     sent: tuple[tuple[Any, ...], Gathered] | None = None
     #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
@@ -60,9 +61,10 @@ class Amax:
     #: Whether a CUDA graph has an operation that writes to the shard: replays of it cannot be seen.
     replayed: bool = False
 
-    def written(self) -> None:
+    def written(self, in_list: bool = False) -> None:
         """Count an operation that writes to the shard; what was made of its values is let go."""
         self.writes += 1
+        self.writes_of_lists += in_list
         self.sent = None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             self.replayed = True
@@ -91,12 +93,14 @@ def writes_lists(func: Any) -> bool:
     lists have every weight of an optimizer."""
     schema = func._schema
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-    return (
-        any(written[:1])
-        and not any(written[1:])
-        and not schema.returns
-        and str(schema.arguments[0].type) == "List[Tensor]"
-    )
+    return any(written[:1]) and not any(written[1:]) and not schema.returns and takes_lists(func)
+
+
+@lru_cache(maxsize=256)
+def takes_lists(func: Any) -> bool:
+    """Whether the first argument of an operation is a list of tensors: foreach operations and fused steps."""
+    arguments = func._schema.arguments
+    return bool(arguments) and str(arguments[0].type) == "List[Tensor]"
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +124,7 @@ def tell(known: Amax, func: Any) -> None:
     """Let a shard know of an operation on it: one that writes, or a collective, whose schema does not say that it writes. Ranks
     reduce scales together: a write is only what all of them do."""
     if func._schema.is_mutable:
-        known.written()
+        known.written(takes_lists(func))
     elif func.namespace == "c10d":
         known.sent = None
 
@@ -199,7 +203,7 @@ class CastOnGather(torch.Tensor):
         if writes_lists(func):
             for t in args[0]:
                 if isinstance(t, CastOnGather):
-                    t.known.written()
+                    t.known.written(True)
             func(*(inside(one) for one in args), **{name: inside(one) for name, one in kwargs.items()})
             return None
         if writes_first(func) and isinstance(args[0], CastOnGather) and plainly_given(args, kwargs):

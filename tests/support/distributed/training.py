@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -183,6 +184,10 @@ def compare_bytes():
     assert sent["rowwise", True] == elements + 4 * rows
 
 
+#: Options of torch's AdamW by which it writes to lists of weights.
+STEPS = ("foreach", "fused")
+
+
 def compare_reductions():
     """All scales in one reduction, after which none is left; a scale that has grown old is found again."""
     _, net = converted("tensorwise")
@@ -203,11 +208,12 @@ def compare_reductions():
     assert reductions() == 0
     optimizer.step()
     assert reductions() == 4
-    with mock.patch.object(
-        hooks, "missing_ranks", side_effect=AssertionError
-    ):  # ranks know of each other's steps
-        AdamW8bit(net.parameters(), 1e-3).step()
-        assert reductions() == 4
+    # Ranks know of each other's steps.
+    steps = AdamW8bit(net.parameters()).step, *(AdamW(net.parameters(), **{how: True}).step for how in STEPS)
+    with mock.patch.object(hooks, "missing_ranks", side_effect=AssertionError):
+        for step in steps:
+            step()
+            assert reductions() == 4
     weight = net[0].up.weight
     stored = net.state_dict()["0.up.weight"]
     for written in (weight, weight.to_local(), stored.to_local(), stored, stored.detach(), stored.view(-1)):
