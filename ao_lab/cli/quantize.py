@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -37,7 +37,7 @@ from ao_lab.cli.terminal import (
 )
 from ao_lab.install.extras import needed
 from ao_lab.measure.folders import without_model
-from ao_lab.transforms.report import BLOCK
+from ao_lab.transforms.report import BLOCK, alike
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
@@ -365,18 +365,19 @@ GROUPED = ("layer", "layers", "scheme", "kernel", "sparsity", "storage", "bytes"
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Layers that are alike but for the number of their block, as one line: their count, and bytes of all."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        alike = tuple(value for key, value in row.items() if key not in ("layer", "bytes"))
-        groups.setdefault((BLOCK.sub(".*", str(row["layer"])), *alike), []).append(row)
+
+    def key(row: Mapping[str, Any]) -> tuple[str, Hashable]:
+        said = tuple(value for name, value in row.items() if name not in ("layer", "bytes"))
+        return BLOCK.sub(".*", str(row["layer"])), said
+
     return [
         {
-            **alike[0],
-            "layer": name if len(alike) > 1 else alike[0]["layer"],
-            "layers": len(alike),
-            "bytes": sum(row["bytes"] for row in alike),
+            **group[0],
+            "layer": name if len(group) > 1 else group[0]["layer"],
+            "layers": len(group),
+            "bytes": sum(row["bytes"] for row in group),
         }
-        for (name, *_), alike in groups.items()
+        for name, group in alike(rows, key)
     ]
 
 

@@ -102,6 +102,9 @@ COMPILED = (
     case(quantize, "fp8_tensorwise", "float32", given="all"),
     case(quantize, "torchao.fp8_rowwise_training_pow2"),
     case(quantize, "torchao.fp8_tensorwise_inference", shape=BIG, kernels=TWICE),
+    case(quantize, "torchao.fp8_tensorwise_inference", shape=(2, 14336)),
+    case(quantize, "int8_tensorwise", "float16", (8, 4096)),
+    case(quantize, "fp8_tensorwise", shape=(9, 4096), kernels=TWICE),
     # Powers of two: every element, every rule.
     case(quantize, "mxfp8_e5m2_rceil", "float16"),
     case(quantize, "mxfp6_e2m3", "float32", (64, 48), axis=0),
