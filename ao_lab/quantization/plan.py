@@ -275,7 +275,7 @@ def undivided(reasons: Sequence[str]) -> str:
         if common % 8 == 0
         else "use one scale per row (group_size=-1)"
     )
-    return f"groups of {block} divide no layer's inputs ({', '.join(map(str, lengths))}); {way}"
+    return f"groups of {block} divide the inputs of no layer ({', '.join(map(str, lengths))}); {way}"
 
 
 # Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.

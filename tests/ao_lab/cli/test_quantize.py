@@ -165,7 +165,7 @@ def test_weights_and_inputs(folder, tmp_path):
         (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
         (
             ["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"],
-            "groups of 96 divide no layer's inputs",
+            "groups of 96 divide the inputs of no layer (128, 256); use",
         ),
         (["--config", "mxfp4", "--skip", "re:("], "--skip: 're:(' is no regular expression"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "compressed-tensors has no format for nf4"),

@@ -52,7 +52,7 @@ def test_shapes_beside_bfloat16():
     assert rows["bfloat16"].speedup == 1
     assert 0 < rows["four"].seconds_20 <= rows["four"].seconds <= rows["four"].seconds_80
     assert rows["four"].kernel
-    assert rows["never"].reason.startswith("groups of 256 divide no layer's inputs (128)")
+    assert rows["never"].reason.startswith("groups of 256 divide the inputs of no layer (128)")
     assert rows["never"].seconds is None
     assert any("never, 2x64x128: groups of 256" in note for note in found.notes)
     assert len(found.to_frame()) == 3
@@ -377,7 +377,7 @@ def test_a_refused_configuration_is_not_why_all_is_timed_again(tmp_path, monkeyp
     kept["rows"][2]["reason"] = "OutOfMemoryError: CUDA out of memory"
     file.write_text(json.dumps(kept))
     monkeypatch.setattr(Work, "layers", real)
-    assert benchmark(**given).rows[2].reason.startswith("groups of 256 divide no layer's inputs (128)")
+    assert benchmark(**given).rows[2].reason.startswith("groups of 256 divide the inputs of no layer (128)")
 
 
 def test_what_was_kept_of_generate_has_its_baseline_behind_a_failure(monkeypatch):

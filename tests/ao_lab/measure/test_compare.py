@@ -109,7 +109,7 @@ def test_layers_that_stay_are_counted_with_the_reason(folder):
 def test_what_cannot_be_applied_says_why(found):
     row = found[0].rows[-1]
     # A message for users needs no name of a class or a function, and ends with a whole word.
-    assert row.reason == "groups of 512 divide no layer's inputs (128, 256); use group_size=128"
+    assert row.reason == "groups of 512 divide the inputs of no layer (128, 256); use group_size=128"
     assert reason(ValueError("quantize_: " + "word " * 300)).endswith("word word...")
     assert reason(RuntimeError("of torch")) == "RuntimeError: of torch"
     assert row.loss is None

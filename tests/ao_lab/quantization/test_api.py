@@ -137,11 +137,11 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
         quantize_(model, Int4WeightOnlyConfig(group_size=64))
     with pytest.raises(
         ValueError,
-        match=r"^quantize_: groups of 128 divide no layer's inputs \(96, 160\); use group_size=32$",
+        match=r"^quantize_: groups of 128 divide the inputs of no layer \(96, 160\); use group_size=32$",
     ):
         quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(160, 64)), Int4WeightOnlyConfig(group_size=128))
     with pytest.raises(
-        ValueError, match=r"groups of 4 divide no layer's inputs \(9\); use one scale per row"
+        ValueError, match=r"groups of 4 divide the inputs of no layer \(9\); use one scale per row"
     ):
         quantize_(nn.Linear(9, 4), Int4WeightOnlyConfig(group_size=4), lambda m, name: True)
 
