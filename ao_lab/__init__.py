@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from difflib import get_close_matches
 from typing import Any
 
 from ao_lab.install import packages, transformers_hook, versions
@@ -66,8 +67,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _unknown(name: str) -> AttributeError:
-    """With the name and the module, by which tracebacks suggest the nearest public name."""
-    return AttributeError(f"module 'ao_lab' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    """With the nearest public names; and the name and the module, by which tracebacks suggest one."""
+    close = [] if name.startswith("_") else get_close_matches(name, [*packages.homes(), *SUBMODULES])
+    told = f"; the nearest are {', '.join(close)}" if close else ""
+    return AttributeError(
+        f"module 'ao_lab' has no attribute {name!r}{told}", name=name, obj=sys.modules[__name__]
+    )
 
 
 def __dir__() -> list[str]:

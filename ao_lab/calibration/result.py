@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -54,10 +54,27 @@ class LayerResult:
         return "; ".join([text, *self.notes, *experts])
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a method, its error and its damping say all."""
+        return not self.notes and not self.experts
+
+    @property
     def brief(self) -> str:
         """Method, error and tokens, without notes."""
         of = f" of {self.tokens} tokens" if self.tokens else ""
         return f"{self.method}{of} {self.ratio:.3f}"
+
+
+def together(results: Sequence[LayerResult]) -> str:
+    """Several plain results of one method as one text: from the least to the largest ratio."""
+    ratios, first = sorted(one.ratio for one in results), results[0]
+    if first.method == "rounding":
+        return first.method
+    tokens = {one.held_out or one.tokens for one in results}
+    judged = "held-out" if first.held_out else "read"
+    count = f"{tokens.pop()} {judged} tokens" if len(tokens) == 1 else f"{judged} tokens"
+    what = f"rounding's output error on {count}" if first.tokens else "rounding's squared error"
+    return f"{first.method}, {ratios[0]:.3f} to {ratios[-1]:.3f} of {what}"
 
 
 def remember(model: nn.Module, results: Mapping[str, LayerResult]) -> None:

@@ -136,7 +136,7 @@ class StaticConfig(Config, registered=False):
             )
         rounded = torch.as_tensor(scale).detach().to(torch.bfloat16).to(torch.float32)
         changed: Any = {"act_quant_scale": rounded}
-        return replace(result, **changed)
+        return replace(result, **changed)._with_changes(result.changes)
 
     def observer(self) -> Observer | None:
         """What finds the scale; None where it is given."""

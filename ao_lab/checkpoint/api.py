@@ -23,14 +23,14 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.experts import TARGET, as_expert, converted, ignored, published
+from ao_lab.checkpoint.experts import TARGET, converted, ignored, published
 from ao_lab.checkpoint.export import check_groups, quantization_config
 from ao_lab.checkpoint.formats import quantization_of, records_of, tell
 from ao_lab.checkpoint.io.files import refuse_folders, staged
@@ -73,15 +73,16 @@ from ao_lab.checkpoint.plain_readers import (
     refusal,
     unsupported_reasons,
     with_dequantizing,
+    with_own_scales,
 )
-from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights, without_spare_biases
+from ao_lab.checkpoint.records import KEY, Records, Stored, taken_scales, whole_weights, without_spare_biases
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
 from ao_lab.quantization.report import Report
-from ao_lab.tensor.metadata import PRESHUFFLED, described
+from ao_lab.tensor.metadata import PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
 from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
@@ -95,50 +96,24 @@ LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
 
 @dataclass(frozen=True)
 class Saved:
-    """What `save_pretrained` wrote: the layout, the files, their bytes, why it is not compressed-tensors, and limits for those
-    who load the folder without this library."""
+    """What `save_pretrained` wrote: the layout, the files, their bytes, why it is not compressed-tensors, limits for those
+    who load the folder without this library, and the bits of a quantized weight in the files, scales and zero points
+    included."""
 
     layout: str
     files: tuple[Path, ...]
     bytes: int
     reasons: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    bits: float = 0.0
 
     def __str__(self) -> str:
         """The folder, the layout, and each reason once, with the first weight that it is of and how many."""
         folder = self.files[0].parent if self.files else ""
-        head = f"{folder}: layout {self.layout}, {len(self.files)} files, weights {self.bytes / 1e6:,.3f} MB"
+        size = f"weights {self.bytes / 1e6:,.3f} MB, {self.bits:.4g} bits per quantized weight"
+        head = f"{folder}: layout {self.layout}, {len(self.files)} files, {size}"
         told = [f"  not compressed-tensors: {one}" for one in grouped(self.reasons)]
         return "\n".join([head, *told, *(f"  {one}" for one in self.limits)])
-
-
-@dataclass
-class Stored:
-    """Tensors by name, the records of quantized weights among them, and the configuration."""
-
-    tensors: Tensors = field(default_factory=dict)
-    #: By the weight's name: the place of its description, its shape, and where it lies.
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Names of one and the same tensor: the other name of each.
-    shared: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    #: Descriptions as JSON, once each, and their places in the list of them.
-    recipes: dict[str, int] = field(default_factory=dict)
-    #: dtypes of the tensors that are not quantized.
-    dense: dict[str, str] = field(default_factory=dict)
-    #: What readers without this library have to know, and what of that keeps a plain one from computing the same, once each.
-    limits: dict[str, None] = field(default_factory=dict)
-    inexact: dict[str, None] = field(default_factory=dict)
-
-    def record(self, name: str, t: QuantizedTensor, **fields: Any) -> None:
-        """What is to be known of a quantized weight; its description, which many share, by its place."""
-        place = self.recipes.setdefault(json.dumps(described(t.meta)), len(self.recipes))
-        self.records[name] = {"recipe": place, "shape": list(t.shape), **fields}
-
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor as it is."""
-        self.tensors[name] = tensor
-        self.dense[name] = str(tensor.dtype).removeprefix("torch.")
 
 
 def save_pretrained(
@@ -221,7 +196,8 @@ def write_model(
     more = _beside(folder, model, settings, reasons or list(stored.limits), base_model)
     size = sum(file.stat().st_size for file in files)
     LOG.info("saved %s: layout %s, %d bytes of weights in %d files", folder, used, size, len(files))
-    return Saved(used, (*files, folder / CONFIG, *more), size, tuple(reasons), tuple(stored.limits))
+    every = (*files, folder / CONFIG, *more)
+    return Saved(used, every, size, tuple(reasons), tuple(stored.limits), stored.bits())
 
 
 def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:
@@ -410,8 +386,9 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
             if (module not in linears and name not in named.matrices) or path == name:
                 raise ValueError("it is not the weight of an nn.Linear")
             read = reading(value, dtype)
-            if name in named.matrices:
-                read = as_expert(read, value)
+            # Dequantized while it loads, a weight is made in the dtype of its scales.
+            if name in named.matrices or not read.dequantize:
+                read = with_own_scales(read, value)
         except ValueError as error:
             reasons.append(f"{name}: {error}")
             continue
@@ -420,7 +397,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
             bare[module] = "weight" not in read.tensors
             readings[name] = read
         written = _on_host(read.tensors) if host else read.tensors
-        stored.tensors.update({f"{path}.{key}": tensor for key, tensor in written.items()})
+        stored.put({f"{path}.{key}": tensor for key, tensor in written.items()})
         outer = None if value.outer is None or value.is_meta else value.outer.item()
         stored.record(name, value, format=read.format, parts=list(read.tensors), outer=outer)
         stored.limits.update(dict.fromkeys(read.limits))
@@ -462,6 +439,13 @@ def _parted(stored: Stored) -> list[str]:
     ]
 
 
+#: What is to be said of models of no transformers class, whose inputs nobody has seen.
+TWO_AXES = (
+    "per-token scales: of inputs with two axes (poolers, experts) transformers takes one scale for all tokens, vLLM one for "
+    "each"
+)
+
+
 def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stored: Stored) -> list[str]:
     """Layers whose inputs have a scale for each token here and one for all in transformers; those not seen are a limit."""
     per_token = [
@@ -469,8 +453,11 @@ def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stor
         for path, (_, recipe, _) in layers.items()
         if recipe.activation and recipe.activation.scale.block == -1
     ]
-    found = flat_inputs(model, per_token) if per_token else None
+    if not per_token:
+        return []
+    found = flat_inputs(model, per_token)
     if found is None:
+        stored.limits[TWO_AXES] = None
         return []
     flat, unseen = found
     if unseen:
@@ -494,7 +481,7 @@ def _own(model: nn.Module) -> Stored:
         value, host = value.plain, value.meta.layout == PRESHUFFLED
         parts = {name: part for name, part in value.parts.items() if part is not None}
         parts = _on_host(parts) if host else parts
-        stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+        stored.put({f"{name}.{part}": tensor for part, tensor in parts.items()})
         stored.record(name, value, format="ao_lab", parts=list(parts))
     return stored
 

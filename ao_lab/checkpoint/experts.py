@@ -36,7 +36,6 @@ from torch import nn
 from ao_lab.checkpoint.io.shards import Folder, Spec, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.matrix_rows import STEP, gathered, row_numbers
-from ao_lab.checkpoint.plain_readers import Reading
 from ao_lab.checkpoint.records import Computed, Records, Weight, check_quantized_tensor
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -399,18 +398,6 @@ def patched(model: nn.Module) -> str | None:
         if METHOD in [str(getattr(method, "value", method)) for method in methods]:
             return kind
     return None
-
-
-def as_expert(read: Reading, t: QuantizedTensor) -> Reading:
-    """The tensors of an expert's matrix: scales in the weight's dtype where that changes no number.
-
-    For transformers makes experts in the dtype of their scales, and the model's products want one dtype.
-    """
-    scale = read.tensors["weight_scale"]
-    cast = scale.to(t.dtype)
-    if t.is_meta or scale.dtype != torch.float32 or not torch.equal(cast.to(scale.dtype), scale):
-        return read
-    return replace(read, tensors={**read.tensors, "weight_scale": cast})
 
 
 def ignored(model: nn.Module, named: Named, dense: list[str]) -> list[str]:

@@ -151,8 +151,13 @@ LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
     "accuracy": "next-token accuracy", "agreement": "top-1 agreement with the base model",
     "kl": "KL divergence from the base model (nats)",
-    "base_token_perplexity": "perplexity per token of the base model",
+    "base_token_perplexity": "perplexity per token of the base model", "loss": "loss (nats per token)",
+    "loss_difference": "loss above the base model's (nats per token)",
 }  # fmt: skip
+#: What the name of a number's standard error ends in.
+ERROR = "_stderr"
+#: The texts that ao_lab measures on, by the beginnings of their names.
+TEXTS = {"sympy-": "Python source code of SymPy, the default of `ao-lab eval`"}
 
 #: What plain readers do with packed weights.
 PLAIN_SPEED = (
@@ -160,8 +165,8 @@ PLAIN_SPEED = (
     "memory is neither smaller nor faster. Servers with kernels for the format, such as vLLM, compute with the stored weights."
 )
 CONDITIONS = {
-    "text": "text", "windows_begin_with": "each sequence starts with", "tokens": "predicted tokens", "device": "device",
-    "against": "base model",
+    "windows": "sequences", "length": "tokens per sequence", "windows_begin_with": "each sequence starts with",
+    "tokens": "predicted tokens", "device": "device", "against": "base model",
 }  # fmt: skip
 
 
@@ -185,6 +190,7 @@ def model_card(
     base_folder: Path | None = None,
     measured: bool = True,
     trained: str = "",
+    rounded: Sequence[str] = (),
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
@@ -192,7 +198,8 @@ def model_card(
     what config.json says. command: how it was made. notes: why the layout is not compressed-tensors, or what loaders of it
     need to know. beside: sentences on tensors that are not part of the model. base_folder: folder of the base model, whose card
     gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. trained: "qat" or "lora",
-    as `trained_by` says of a model; "" where it was not trained for its scheme. Links out of a folder are not followed.
+    as `trained_by` says of a model; "" where it was not trained for its scheme. rounded: layers that methods of the command
+    left rounded to nearest. Links out of a folder are not followed.
     """
     path = Path(folder)
     found = look_at(path)
@@ -201,11 +208,13 @@ def model_card(
     contents = Contents(found, records_of(found), configuration(path), results)
     kept = licence(path / CARD) or ([] if base_folder is None else licence(base_folder / CARD))
     named = "" if base_folder is None else hub_name(base_folder / CARD)
-    base = named or base_name(base_model or str(contents.config.get("_name_or_path") or ""))
+    asked = base_model or str(contents.config.get("_name_or_path") or "")
+    base = named or base_name(asked)
+    local = not ON_HUB.fullmatch(base) and (Path(asked).is_dir() or len(Path(asked).parts) > 1)
     parts = [
-        front_matter(contents, base, kept, trained),
+        front_matter(contents, base, kept, trained, local),
         f"# {prose(path.resolve().name)}",
-        made_of(contents, base, command, trained),
+        made_of(contents, base, command, trained, rounded),
         "## What was quantized",
         scheme_table(contents),
         left_text(contents),
@@ -230,6 +239,7 @@ def write_card(
     notes: Sequence[str] = (),
     beside: Sequence[str] = (),
     base_folder: Path | None = None,
+    rounded: Sequence[str] = (),
 ) -> Path:
     """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
     path = Path(folder) / CARD
@@ -239,6 +249,7 @@ def write_card(
         "notes": notes,
         "beside": beside,
         "base_folder": base_folder,
+        "rounded": rounded,
     }
     write_text(path, model_card(folder, **given))
     return path
@@ -270,13 +281,17 @@ def with_results(text: str, results: Mapping[str, Any]) -> str:
     return before + section + rest.partition(END)[2]
 
 
-def front_matter(contents: Contents, base: str, kept: Sequence[str], trained: str = "") -> str:
-    """What the Hub reads. Values are JSON, which is YAML."""
+def front_matter(
+    contents: Contents, base: str, kept: Sequence[str], trained: str = "", local: bool = False
+) -> str:
+    """What the Hub reads, without a base model that is a folder (`local`). Values are JSON, which is YAML."""
     weights = contents.records.weights.values()
     methods, schemes = {w.method for w in weights}, {w.meta.recipe.weight.name for w in weights}
     common = {name(w.meta.recipe).lower() for w in weights for name in (short_name, _element)}
-    fields: dict[str, Any] = {"base_model": base} if base else {}
-    fields |= {"base_model_relation": "quantized"} if base else {}
+    # The Hub refuses what is no repository's name.
+    fields: dict[str, Any] = (
+        {"base_model": base, "base_model_relation": "quantized"} if base and not local else {}
+    )
     fields |= {
         "library_name": "transformers" if "compressed-tensors" in methods else "ao_lab",
         "quantized_by": f"ao_lab {__version__}",
@@ -321,13 +336,19 @@ def linked(base: str) -> str:
     return f"[{span(base)}]({constants.ENDPOINT}/{base})"
 
 
-def made_of(contents: Contents, base: str, command: str | None, trained: str = "") -> str:
+def made_of(
+    contents: Contents, base: str, command: str | None, trained: str = "", rounded: Sequence[str] = ()
+) -> str:
     """One sentence on where it comes from, and how, where the command or the training says that."""
     source = f"Quantized from {linked(base)}" if base else "A quantized model"
     by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
     methods = re.findall(r"--method[ =](\w+)", command or "")
     data = " with calibration data" if command and "--calibration" in command else ""
     words = [f"weights quantized by {', '.join(methods)}{data}"] if methods else []
+    names = folded_names(dict.fromkeys(rounded, ""))
+    words += (
+        [f"but {', '.join(map(span, names[:MOST_LAYERS]))} rounded to nearest"] if names and methods else []
+    )
     if command and not methods and "--plan" not in command:
         words = ["weights rounded to nearest"]
     if trained:
@@ -410,20 +431,41 @@ def results_section(results: Mapping[str, Any]) -> str:
     else:
         rows = [["task", "metric", "value"]]
         for task, numbers in tasks.items():
-            for name, value in numbers.items() if isinstance(numbers, dict) else ():
-                if isinstance(value, (int, float)):
-                    known = prose(f"relative RMS error of {name}" if task == "weights" else name)
-                    rows.append([prose(task), LABELS.get(str(name), known), f"{value:.6g}"])
+            rows += result_rows(str(task), numbers) if isinstance(numbers, dict) else []
         body = "\n\n".join([table(rows), conditions(results)])
     return f"{BEGIN}\n\n{body}\n\n{END}"
 
 
+def result_rows(task: str, numbers: Mapping[str, Any]) -> list[list[str]]:
+    """Task, metric and value, the standard error beside the value that it is of."""
+    rows = []
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)) or str(name).endswith(ERROR):
+            continue
+        known = prose(f"relative RMS error of {name}" if task == "weights" else name)
+        error = numbers.get(f"{name}{ERROR}")
+        told = f" ± {error:.2g}" if isinstance(error, (int, float)) else ""
+        rows.append([prose(task), LABELS.get(str(name), known), f"{value:.6g}{told}"])
+    return rows
+
+
 def conditions(results: Mapping[str, Any]) -> str:
     """Under which the numbers were measured."""
-    named = [
+    named = []
+    if results.get("text") is not None:
+        known = next((what for start, what in TEXTS.items() if str(results["text"]).startswith(start)), "")
+        named.append(f"text {prose(results['text'])}{f' ({known})' if known else ''}")
+    named += [
         f"{name} {prose(results[key])}" for key, name in CONDITIONS.items() if results.get(key) is not None
     ]
-    return f"Measured by ao-lab eval: {', '.join(named)}." if named else "Measured by ao-lab eval."
+    errors = any(
+        str(name).endswith(ERROR)
+        for one in results["tasks"].values()
+        if isinstance(one, dict)
+        for name in one
+    )
+    end = " ± is one standard error over sequences." if errors else ""
+    return f"Measured by ao-lab eval: {', '.join(named)}.{end}" if named else f"Measured by ao-lab eval.{end}"
 
 
 def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,19 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     lost = [*_loading(t, dtype), *rounded, *_static(t, dtype)]
     wanted = _wants_dequantizing(export, tensors, t, dtype, bool(rounded))
     return Reading(export.name, tensors, not lost, (*lost, *_notes(tensors, t, dtype)), wanted)
+
+
+def with_own_scales(read: Reading, t: QuantizedTensor) -> Reading:
+    """The tensors of a weight, its float32 scales stored in the weight's dtype where that changes no number.
+
+    So `cast_scales` rounds them: files have the two bytes a scale that readers keep, and transformers makes experts in the
+    dtype of their scales, which has to be that of the model's products.
+    """
+    scale = read.tensors["weight_scale"]
+    cast = scale.to(t.dtype)
+    if t.is_meta or scale.dtype != torch.float32 or not torch.equal(cast.to(scale.dtype), scale):
+        return read
+    return replace(read, tensors={**read.tensors, "weight_scale": cast})
 
 
 def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
@@ -237,12 +250,8 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     scheme = t.recipe.activation
     if scheme is not None:
         notes.append(
-            "inputs: transformers leaves them unquantized with dequantize=True; its outputs differ then"
-        )
-    if scheme is not None and scheme.scale.block == -1:
-        notes.append(
-            "per-token scales: of inputs with two axes (poolers, experts) transformers takes one scale for all tokens, vLLM "
-            "one for each"
+            "inputs: read with CompressedTensorsConfig(dequantize=True), transformers leaves them unquantized, and computes "
+            "another model"
         )
     return notes
 

@@ -7,6 +7,7 @@ the file, the weight and the rule; records never decide what is imported, called
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -21,7 +22,16 @@ from ao_lab.checkpoint.io.strict_json import check_scheme_fields, check_value, p
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.kv_cache.static_scales import CacheScales, read_cache_scales
-from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, SPARSE, Meta, meta_from, stored_shape
+from ao_lab.tensor.metadata import (
+    DTYPES,
+    LAYOUTS,
+    PRESHUFFLED,
+    SPARSE,
+    Meta,
+    described,
+    meta_from,
+    stored_shape,
+)
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
 from ao_lab.tensor.slicing import COLUMNS
 from ao_lab.tensor.sparse import check_stored
@@ -101,6 +111,47 @@ class Records:
         result = {name: weight.shape for name, weight in self.weights.items()}
         result |= {name: spec.shape for name, spec in self.specs(folder).items()}
         return result | {name: result[other] for name, other in self.shared.items()}
+
+
+@dataclass
+class Stored:
+    """Tensors by name, the records of quantized weights among them, and the configuration."""
+
+    tensors: Tensors = field(default_factory=dict)
+    #: By the weight's name: the place of its description, its shape, and where it lies.
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Names of one and the same tensor: the other name of each.
+    shared: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Descriptions as JSON, once each, and their places in the list of them.
+    recipes: dict[str, int] = field(default_factory=dict)
+    #: dtypes of the tensors that are not quantized.
+    dense: dict[str, str] = field(default_factory=dict)
+    #: Bytes of the tensors of quantized weights.
+    quantized: int = 0
+    #: What readers without this library have to know, and what of that keeps a plain one from computing the same, once each.
+    limits: dict[str, None] = field(default_factory=dict)
+    inexact: dict[str, None] = field(default_factory=dict)
+
+    def record(self, name: str, t: QuantizedTensor, **fields: Any) -> None:
+        """What is to be known of a quantized weight; its description, which many share, by its place."""
+        place = self.recipes.setdefault(json.dumps(described(t.meta)), len(self.recipes))
+        self.records[name] = {"recipe": place, "shape": list(t.shape), **fields}
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The tensors of a quantized weight."""
+        self.tensors.update(tensors)
+        self.quantized += sum(tensor.nbytes for tensor in tensors.values())
+
+    def bits(self) -> float:
+        """Bits of a quantized weight with its scales and zero points; of those that several names share once."""
+        count: int = sum(prod(record["shape"]) for record in self.records.values())
+        return 8 * self.quantized / max(count, 1)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor as it is."""
+        self.tensors[name] = tensor
+        self.dense[name] = str(tensor.dtype).removeprefix("torch.")
 
 
 def read_records(folder: Folder) -> Records:
@@ -201,7 +252,7 @@ def _weight(name: str, record: Any, metas: list[Meta], folder: Folder) -> Weight
 
 
 def _with_stored_scales(weight: Weight, folder: Folder) -> Weight:
-    """The weight with float32 scales as the folder has them: experts of compressed-tensors keep them in the weight's dtype."""
+    """The weight with float32 scales as the folder has them: those of compressed-tensors in the weight's dtype if they fit."""
     wanted, full = weight.specs.get(SCALE), weight.names.get(SCALE, "")
     found = folder.specs.get(full)
     if wanted is None or found is None or (wanted.dtype, found.dtype) != (torch.float32, weight.meta.dtype):

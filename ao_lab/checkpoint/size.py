@@ -93,10 +93,16 @@ class ModelSize:
 
 
 def weight_size(
-    shape: Sequence[int], recipe: Recipe | Scheme | str, *, layout: str = "ao_lab", axis: int = -1
+    shape: Sequence[int],
+    recipe: Recipe | Scheme | str,
+    *,
+    layout: str = "ao_lab",
+    axis: int = -1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Size:
     """The size of a weight of this shape in a scheme, stored in a layout.
 
+    dtype: that of the weight. In layout "compressed-tensors" schemes that round scales to it store them in it.
     ValueError if the scheme's blocks do not divide the shape, or if compressed-tensors has no format for the recipe.
     """
     choice(layout, LAYOUTS, "layout")
@@ -116,6 +122,9 @@ def weight_size(
                 f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
             )
         specs = export.specs(recipe.weight, size)
+        scale = recipe.weight.scale
+        if scale.compute == "input" and scale.storage == "float32":
+            specs["weight_scale"] = specs["weight_scale"]._replace(dtype=dtype)
     return _size(specs)
 
 

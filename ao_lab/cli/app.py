@@ -36,7 +36,7 @@ from ao_lab.cli.options import (
     Skip,
 )
 from ao_lab.cli.plot import app as plot_app
-from ao_lab.cli.plugins import Commands
+from ao_lab.cli.plugins import Commands, way_out
 from ao_lab.cli.terminal import (
     INTERRUPTED,
     TERMINATED,
@@ -204,6 +204,10 @@ def quantize(
             "transformers loads it after `import ao_lab`."
         ),
     ] = Layout.AUTO,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Name on the Hub that the model card gives the model. Default: its own card's."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a Hugging Face model; the result loads in transformers and vLLM."""
@@ -229,7 +233,16 @@ def quantize(
                 )
             from ao_lab.cli.choose import run_plan
 
-            run_plan(model_dir, out_dir, plan, layout=layout.value, calibration=data, as_json=as_json)
+            where = layout.value
+            run_plan(
+                model_dir,
+                out_dir,
+                plan,
+                layout=where,
+                calibration=data,
+                as_json=as_json,
+                base_model=base_model,
+            )
             return
         if plan is not None:
             raise WrongInput(
@@ -248,6 +261,7 @@ def quantize(
             layout=layout.value,
             as_json=as_json,
             calibration=data,
+            base_model=base_model,
         )
 
 
@@ -543,7 +557,8 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(*described(error))
     except typer.TyperException as error:
         words = error.format_message()
-        return complain(f"{words} (see {helped(error)} --help)", error.exit_code) if words else 2
+        told = f"{words.removesuffix('.')}{way_out(error)} (see {helped(error)} --help)"
+        return complain(told, error.exit_code) if words else 2
     except (RuntimeError, MemoryError) as error:
         if not is_full(error):
             raise

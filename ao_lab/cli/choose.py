@@ -179,7 +179,14 @@ def read_plan(path: Path) -> Choice:
 
 
 def run_plan(
-    source: Path, target: Path, path: Path, *, layout: str, calibration: Calibration, as_json: bool
+    source: Path,
+    target: Path,
+    path: Path,
+    *,
+    layout: str,
+    calibration: Calibration,
+    as_json: bool,
+    base_model: str | None = None,
 ) -> None:
     """Quantize as a plan says, save, and say what became of each layer."""
     from ao_lab.checkpoint.model_card import write_card
@@ -204,10 +211,9 @@ def run_plan(
     files = quantize.copy_the_rest(source, target)
     command = " ".join(["ao-lab quantize --plan", path.name, *data.command()])
     notes = (choice.heading(), *where.reasons, *saved.limits)
-    write_card(
-        target, base_model=str(source), command=command, notes=notes, beside=tensors, base_folder=source
-    )
-    told = {**where.told(saved.limits), "tensors": tensors, "files": files, "plan": choice.heading()}
+    base = base_model or str(source)
+    write_card(target, base_model=base, command=command, notes=notes, beside=tensors, base_folder=source)
+    told = {**where.told(saved.limits), "tensors": tensors, "beside": files, "plan": choice.heading()}
     quantize.show(report, saved, before, SkippedLayers(None), told, as_json)
 
 

@@ -227,7 +227,7 @@ def say(told: dict[str, Any]) -> None:
     out.print(f"layout: {told['layout']}; {told['readers']}", markup=False)
     for line in told["reasons"]:
         out.print(f"  not in compressed-tensors: {line}", markup=False)
-    for kind in ("changes", *(["limits"] if verbose else []), "tensors", "files"):
+    for kind in ("changes", *(["limits"] if verbose else []), "tensors", "beside"):
         for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
     if told["changes"] and told["layout"] != OWN:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TABLE_BITS = 8
 
 FORMAT_COLUMNS = (
-    "format", "bits", "exp", "man", "bias", "max", "min normal", "smallest", "epsilon", "NaN codes", "inf", "-0",
+    "format", "bits", "exp", "man", "bias", "max", "min", "min normal", "smallest", "epsilon", "NaN codes", "inf", "-0",
 )  # fmt: skip
 TEXT_COLUMNS = ("format", "inf", "-0")
 
@@ -85,7 +85,7 @@ def describe_format(record: Format) -> dict[str, Any]:
 def format_cells(row: Mapping[str, Any]) -> list[str]:
     """One format as a line of the table, long numbers shortened."""
     fields = [row[key] for key in ("name", "bits", "exponent_bits", "mantissa_bits", "bias")]
-    limits = [row[key] for key in ("max", "smallest_normal", "smallest_subnormal", "epsilon")]
+    limits = [row[key] for key in ("max", "min", "smallest_normal", "smallest_subnormal", "epsilon")]
     specials = [row[key] for key in ("nan_codes", "infinity", "negative_zero")]
     shortened = ["-" if value is None else short_number(value) for value in limits]
     return [*map(cell, fields), *shortened, *map(cell, specials)]

@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import runpy
 import tomllib
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,40 @@ def unavailable(error: ImportError) -> Any:
 
     command.__doc__ = f"Not available: {error}"
     return command
+
+
+# What a wrong command line is answered beside the words of Typer.
+
+#: What other programs call a command of this one.
+SYNONYMS = {
+    "info": "doctor", "env": "doctor", "check": "doctor", "convert": "quantize", "evaluate": "eval", "benchmark": "bench",
+    "perplexity": "eval", "list": "configs", "models": "pretrained",
+}  # fmt: skip
+
+
+def way_out(error: Any) -> str:
+    """For an option of a configuration that was given as one of the command, and for another program's name of a command: how
+    it is written here; "" for others."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None:
+        asked = next(
+            (new for old, new in SYNONYMS.items() if f"command {old!r}" in error.format_message()), None
+        )
+        return "" if asked is None else f"; ao-lab {asked} does that"
+    known = [] if context is None else [parameter.name for parameter in context.command.params]
+    found = _option_of_configurations(option) if "config" in known else None
+    return (
+        "" if found is None else f"; for an option of the configuration write --config 'NAME {found}=VALUE'"
+    )
+
+
+def _option_of_configurations(option: str) -> str | None:
+    """The option of a configuration that is meant, with dashes or without; None where no configuration has one like it."""
+    from ao_lab.cli.listings import config_classes, options_of
+
+    names = dict.fromkeys(name for kind in config_classes().values() for name in options_of(kind))
+    plain = {name.replace("_", ""): name for name in names}
+    close = get_close_matches(
+        option.strip("-").replace("-", "").replace("_", "").lower(), plain, n=1, cutoff=0.8
+    )
+    return plain[close[0]] if close else None

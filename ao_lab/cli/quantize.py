@@ -15,9 +15,10 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,13 @@ from ao_lab.cli.terminal import (
 )
 from ao_lab.install.extras import needed
 from ao_lab.measure.folders import without_model
-from ao_lab.transforms.report import BLOCK, alike
+from ao_lab.transforms.report import groups
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
     from ao_lab.cli.calibration import Calibration
     from ao_lab.config.base import Config
-    from ao_lab.quantization.report import Report
+    from ao_lab.quantization.report import Layer, Report
     from ao_lab.transforms.plan import Progress
 
 #: Files of the model's own folder that are made anew, or are of its weights alone: these in any program's format, results of
@@ -179,6 +180,7 @@ def run_quantize(
     layout: str,
     as_json: bool,
     calibration: Calibration | None = None,
+    base_model: str | None = None,
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer."""
     check_folders(source, target)
@@ -193,6 +195,7 @@ def run_quantize(
         raise WrongInput(
             f"--sparsity {sparsity} with --method: methods would overwrite the zeros of pruned weights; drop one of the two"
         )
+    check_groups(source, config, name)
     load: Callable[..., Any] = loaded if sparsity is None else sparse_model
     if calibration is not None and calibrates:
         load = calibration.loader()
@@ -227,10 +230,17 @@ def run_quantize(
         + (calibration.command() if calibration is not None and calibrates else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
-    told = {**plan.told(saved.limits), "tensors": tensors, "files": files}
+    told = {**plan.told(saved.limits), "tensors": tensors, "beside": files}
     notes = (*plan.reasons, *plan.changes, *saved.limits)
+    rounded = [one.name for one in report.changed if one.calibrated is None] if calibrates else []
     write_card(
-        target, base_model=str(source), command=command, notes=notes, beside=tensors, base_folder=source
+        target,
+        base_model=base_model or str(source),
+        command=command,
+        notes=notes,
+        beside=tensors,
+        base_folder=source,
+        rounded=rounded,
     )
     show(report, saved, before, skipped_layers, told, as_json)
 
@@ -312,6 +322,34 @@ def check_folders(source: Path, target: Path) -> None:
     check_room(target, sum(file.stat().st_size for file in source.glob("*.safetensors")) // 32, "OUT_DIR")
 
 
+def check_groups(source: Path, config: Config, name: str) -> None:
+    """WrongInput, before anything long begins, where the groups of a configuration divide no matrix of the folder's files."""
+    from ao_lab.checkpoint.io.shards import has_weights, look_at
+
+    block = config.recipe().weight.scale.block
+    if (
+        not isinstance(block, int)
+        or block < 1
+        or config.recipe().weight.scale.partial
+        or not has_weights(source)
+    ):
+        return
+    matrices = [spec.shape for spec in look_at(source).specs.values() if len(spec.shape) > 1]
+    lengths = sorted({length for shape in matrices for length in shape[-2:]})
+    if not matrices or any(length % block == 0 for length in lengths):
+        return
+    fitting = [size for size in GROUP_SIZES if all(shape[-1] % size == 0 for shape in matrices)]
+    out = f"; use a group size of {' or '.join(map(str, fitting))}" if fitting else ""
+    inputs = sorted({shape[-1] for shape in matrices})
+    raise WrongInput(
+        f"--config {name}: groups of {block} divide the inputs of no layer ({', '.join(map(str, inputs[:MOST_LENGTHS]))}){out}"
+    )
+
+
+#: Group sizes that are proposed, and lengths that a message names.
+GROUP_SIZES, MOST_LENGTHS = (32, 64, 128), 6
+
+
 def loaded(source: Path, config: Config, accepts: SkippedLayers, progress: Progress | None) -> Any:
     """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
     from ao_lab.checkpoint.streaming import quantize_pretrained
@@ -361,30 +399,37 @@ def unloaded(source: Path, model: Any) -> tuple[dict[str, Any], list[str]]:
 
 #: Columns of the table of layers.
 GROUPED = ("layer", "layers", "scheme", "kernel", "sparsity", "storage", "bytes", "reason")
+#: What they are called where it says more than their names.
+HEADINGS = {"bytes": "bytes in memory"}
 
 
-def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Layers that are alike but for the number of their block, as one line: their count, and bytes of all."""
-
-    def key(row: Mapping[str, Any]) -> tuple[str, Hashable]:
-        said = tuple(value for name, value in row.items() if name not in ("layer", "bytes"))
-        return BLOCK.sub(".*", str(row["layer"])), said
-
+def grouped(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Rows of layers: those that are alike but for the number of their block as one, their count, and bytes of all."""
     return [
-        {
-            **group[0],
-            "layer": name if len(group) > 1 else group[0]["layer"],
-            "layers": len(group),
-            "bytes": sum(row["bytes"] for row in group),
-        }
-        for name, group in alike(rows, key)
+        {**row_of(one), "layers": len(alike), "bytes": sum(layer.bytes for layer in alike)}
+        for one, alike in groups(layers)
     ]
 
 
+def row_of(layer: Layer) -> dict[str, Any]:
+    """One layer as JSON has it."""
+    return {
+        "layer": layer.name,
+        "scheme": layer.scheme,
+        "kernel": layer.kernel,
+        "sparsity": layer.sparsity,
+        "storage": layer.storage,
+        "bytes": layer.bytes,
+        "reason": layer.reason,
+    }
+
+
 def summary(report: Report, saved: Saved, before: int) -> str:
-    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes."""
+    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes there with its scales and
+    low-rank residuals."""
+    beside = 8 * report.residual_bytes / max(sum(prod(layer.shape) for layer in report.changed), 1)
     sizes = f"{saved.bytes / 1e6:,.4g} MB of weights (before: {before / 1e6:,.4g} MB)"
-    return f"done: {saved.files[0].parent}, {sizes}, {report.bits:.4g} bits per quantized weight"
+    return f"done: {saved.files[0].parent}, {sizes}, {saved.bits + beside:.4g} bits per quantized weight"
 
 
 def show(
@@ -396,20 +441,13 @@ def show(
     as_json: bool,
 ) -> None:
     """The layers, the sizes, and what is to be known of the layout, as tables or as JSON."""
-    rows = [
-        {
-            "layer": layer.name,
-            "scheme": layer.scheme,
-            "kernel": layer.kernel,
-            "sparsity": layer.sparsity,
-            "storage": layer.storage,
-            "bytes": layer.bytes,
-            "reason": skipped_layers.told(layer),
-        }
-        for layer in report.layers
-    ]
+    layers = [replace(layer, reason=skipped_layers.told(layer)) for layer in report.layers]
+    rows = [row_of(layer) for layer in layers]
     if as_json:
-        print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
+        folder = saved.files[0].parent
+        written = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        sizes = {"bytes_before": before, "bytes": saved.bytes, "bits": saved.bits}
+        print_json({**told, "files": written, **sizes, "layers": rows})
         return
     console().print(summary(report, saved, before))
     say(told)
@@ -421,7 +459,8 @@ def show(
         if key not in empty or any(row[key] != empty[key] for row in rows)
     ]
     # Why a linear layer is quantized goes without saying.
-    kinds = {layer.name: layer.kind for layer in report.changed}
-    plain = [{**row, "reason": ""} if row["reason"] == kinds.get(str(row["layer"])) else row for row in rows]
+    plain = [replace(one, reason="") if one.changed and one.reason == one.kind else one for one in layers]
     cells = [[str(row[key]) or "-" for key in columns] for row in grouped(plain)]
-    print_table("Layers", columns, cells, numbers=["layers", "bytes"])
+    print_table(
+        "Layers", [HEADINGS.get(key, key) for key in columns], cells, numbers=["layers", HEADINGS["bytes"]]
+    )

@@ -57,7 +57,7 @@ def show_schemes(name: str | None, as_json: bool, everything: bool = False) -> N
     prefix = "" if name is None else name.removesuffix(".") + "."
     listed = [record for key, record in SCHEMES.items() if key.startswith(prefix)]
     if name is not None and (name in SCHEMES or not listed):
-        show_scheme(known(name, SCHEMES, "scheme"), as_json)
+        show_scheme(_made(name) or known(name, SCHEMES, "scheme"), as_json)
     elif as_json:
         print_json([dataclasses.asdict(record) for record in listed])
     else:
@@ -67,6 +67,26 @@ def show_schemes(name: str | None, as_json: bool, everything: bool = False) -> N
             say(
                 f"{len(listed) - len(ours)} more follow other libraries: ao-lab schemes {' | '.join(others)}; --all lists all"
             )
+        if name is None:
+            say(MADE)
+
+
+#: Names that no table lists, since each is made from another or from its numbers; `ao_lab.config.recipe.named` makes them.
+MADE = (
+    "also by name: NAME_cast, scales rounded to the weight's dtype, as compressed-tensors' loaders keep them; nvfp4_pow2, its "
+    "outer scale a power of two; int1 to int8 in any group, such as int4_g48_asymmetric, scales in 16 bits with _bf16 or _f16; "
+    "ternary_g64, stretched2_rowwise"
+)
+
+
+def _made(name: str) -> Scheme | None:
+    """The record of a name that is made from another, or from its numbers; None where it is none of these."""
+    from ao_lab.config.recipe import named
+
+    try:
+        return named(name)
+    except ValueError:
+        return None
 
 
 def show_scheme(record: Scheme, as_json: bool) -> None:
@@ -139,7 +159,14 @@ def sentence(record: Scheme) -> str:
         if record.outer
         else []
     )
-    return f"{bits_per_value(record):.4g} bits a value; {', '.join(parts)}"
+    bits = f"{bits_per_value(record):.4g} bits a value"
+    if (
+        record.scale.compute == "input"
+        and record.scale.storage == "float32"
+        and (size := block_size(record.scale.block))
+    ):
+        bits += f" ({record.format.bits + 16 / size:.4g} in compressed-tensors' files of 16-bit models)"
+    return f"{bits}; {', '.join(parts)}"
 
 
 def told_fields(record: Scheme) -> Iterator[tuple[str, Any]]:

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 # Output that goes to a file or a pipe is laid out for this width, whatever the terminal of the moment.
 PIPE_WIDTH = 160
 SHORT_NUMBER = 9
-# A narrower terminal wraps whole lines, which reads better than columns of one letter.
-NARROWEST = 100
+# A narrower terminal wraps whole lines, which reads better than words cut in two.
+NARROWEST = 60
+#: Wider than any table: what is measured at this width is not cut.
+WHOLE = 10_000
 
 
 def printable(text: str) -> str:
@@ -50,7 +52,7 @@ def printable(text: str) -> str:
 
 
 def console() -> Console:
-    """The terminal, at least as wide as tables need; of a fixed width where there is none. Text on it is `printable`."""
+    """The terminal; of a fixed width where there is none. Text on it is `printable`."""
     from rich.console import Console
 
     class PlainConsole(Console):
@@ -117,10 +119,15 @@ def strict(value: Any) -> Any:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = ()
 ) -> None:
-    """A table on stdout; the columns named in `numbers` are set to the right."""
+    """A table on stdout; the columns named in `numbers` are set to the right.
+
+    Where a terminal is too narrow for its words, each row is its first cell and a paragraph of the others.
+    """
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
+    out, cells = console(), [[printable(cell) for cell in row] for row in rows]
     right = set(numbers)
     table = Table(
         title=printable(title),
@@ -133,9 +140,25 @@ def print_table(
         justify: Literal["left", "right"] = "right" if column in right else "left"
         # Names stay whole, however narrow the terminal.
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column == columns[0])
-    for row in rows:
-        table.add_row(*map(printable, row))
-    console().print(table)
+    for row in cells:
+        table.add_row(*row)
+    if Measurement.get(out, out.options.update(max_width=WHOLE), table).minimum > out.width:
+        print_paragraphs(out, title, columns, cells)
+        return
+    out.print(table)
+
+
+def print_paragraphs(out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table as text: the first cell of a row, and below it "column: value" of those that say something."""
+    from rich.padding import Padding
+
+    out.print(f"{printable(title)}\n")
+    for first, *others in rows:
+        told = "; ".join(
+            f"{name}: {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell not in ("", "-")
+        )
+        out.print(first)
+        out.print(Padding(told, (0, 0, 0, 4)))
 
 
 def number(value: float) -> str:

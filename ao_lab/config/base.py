@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from ao_lab.config.recipe import Recipe, check_sparsity, named, recipe_of
 from reference import Scales, Scheme
+from reference.arrays.namespace import check_keywords
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,16 @@ class Config:
 
     def __init_subclass__(cls, *, registered: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # In place of the one that the decorator of a subclass makes.
+        cls.__repr__ = cls.__dict__.get("__repr__", Config.__repr__)  # type: ignore[method-assign]
         if registered:
             CONFIGS.setdefault(cls.__name__, cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """TypeError for parameters that a configuration lacks, with the nearest."""
+        own = sorted((f for f in fields(cls) if f.init), key=lambda f: f.kw_only is True)
+        check_keywords(cls.__name__, kwargs, [f.name for f in own])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, values in self.ONLY.items():
@@ -90,6 +99,44 @@ class Config:
         """The fields alone, for pickles and copies."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def __repr__(self) -> str:
+        """The parameters that are not the defaults, schemes by their names; without those that a given scheme replaces."""
+        own = [f for f in fields(self) if f.init and f.name not in self._common()]
+        every = [*own, *(f for f in fields(self) if f.name in self._common())]
+        given = {f.name: getattr(self, f.name) for f in every if not _is_default(self, f)}
+        for f in own:
+            if f.name in given and self._is_replaced(f):
+                del given[f.name]
+        return f"{type(self).__name__}({', '.join(f'{name}={shown_value(value)}' for name, value in given.items())})"
+
+    @classmethod
+    def _common(cls) -> tuple[str, ...]:
+        """The parameters that every class has."""
+        return tuple(f.name for f in fields(Config))
+
+    def _is_replaced(self, parameter: Any) -> bool:
+        """Whether a parameter chooses schemes, and no longer does because schemes are given."""
+        schemes: dict[str, Any] = dict.fromkeys(self.SCHEME_FIELDS)
+        default: dict[str, Any] = {parameter.name: parameter.default}
+        try:
+            without = replace(self, **schemes)
+            chooses = replace(without, **default).recipe() != without.recipe()
+            return chooses and replace(self, **default).recipe() == self.recipe()
+        except (ValueError, TypeError):
+            return False
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What `for_layout` has changed in the configuration, and why, a sentence each; () where it has not."""
+        told: tuple[str, ...] = self.__dict__.get("_changes", ())
+        return told
+
+    def _with_changes(self, told: tuple[str, ...]) -> Self:
+        """This configuration, just made, with what `changes` tells of it."""
+        if told:
+            self.__dict__["_changes"] = told
+        return self
+
     def with_recipe(self, recipe: Recipe) -> Self:
         """This configuration with the schemes and the kernel of another recipe; itself where these are its own."""
         own, (weight, activation) = self.recipe(), self.SCHEME_FIELDS
@@ -108,13 +155,16 @@ class Config:
         """This configuration for a layout of `save_pretrained`, so that plain readers of it compute what the model here does.
 
         "compressed-tensors": integers without zero points, scales of weights in the weight's dtype, inputs by the readers' own
-        records (`compressed_tensors.*`); `ao_lab.config.compressed_tensors` has the rules. "ao_lab": unchanged.
+        records (`compressed_tensors.*`); `ao_lab.config.compressed_tensors` has the rules. "ao_lab": unchanged. The result's
+        `changes` says what was changed, and why.
         ValueError, with the reason, where the layout has nothing like this configuration (nf4, float8_e5m2, inputs in
         nvfp4 and others).
         """
-        from ao_lab.config.compressed_tensors import recipe_for_layout
+        from ao_lab.config.compressed_tensors import changes, recipe_for_layout
 
-        return self.with_recipe(recipe_for_layout(self.recipe(), layout))
+        adapted = recipe_for_layout(self.recipe(), layout)
+        result = self.with_recipe(adapted)
+        return result if result is self else result._with_changes(tuple(changes(self.recipe(), adapted)))
 
     def input_scales(self) -> Scales | None:
         """Static scales of the input that are given; None where there are none."""
@@ -177,6 +227,28 @@ class FqnToConfig:
             except ValueError as error:
                 raise ValueError(f"FqnToConfig {name!r}: {error}") from error
         return replace(self, fqn_to_config=result)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What `for_layout` has changed, see `Config.changes`, each after the name of its layers."""
+        named = [(name, one.changes) for name, one in self.fqn_to_config.items() if one is not None]
+        return tuple(f"{name}: {told}" for name, changes in named for told in changes)
+
+
+def _is_default(config: Config, parameter: Any) -> bool:
+    """Whether a parameter of a configuration has its default; tensors never are."""
+    value, default = getattr(config, parameter.name), parameter.default
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def shown_value(value: Any) -> str:
+    """A parameter as it is typed: a record of a scheme by its name, where that names it."""
+    if not isinstance(value, Scheme):
+        return repr(value)
+    try:
+        return repr(value.name) if named(value.name) == value else repr(value)
+    except ValueError:
+        return repr(value)
 
 
 def compiled_pattern(name: str) -> re.Pattern[str]:

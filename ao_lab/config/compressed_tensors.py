@@ -364,12 +364,12 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
         told.append(
             f"kernel: {after.kernel}, so that results are bitwise those of transformers, which dequantizes weights and inputs "
             "before each matmul; this is no faster than dense layers, the option "
-            f"kernel={_faster_kernel(after)} selects a faster kernel"
+            f"kernel={faster_kernel(after)} selects a faster kernel"
         )
     return told
 
 
-def _faster_kernel(recipe: Recipe) -> str:
+def faster_kernel(recipe: Recipe) -> str:
     """A kernel that multiplies what a recipe of readers stores; its sums are not those of transformers."""
     if recipe.activation is None or recipe.weight.scale.block not in (-1, "tensor"):
         return "fused"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from inspect import signature
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from ao_lab.optim.slots import (
     states_for,
 )
 from fast.optim.update import Rule, Slot, Updates
+from reference.arrays.namespace import check_keywords
 from reference.optim.states import States, states_of
 from reference.optim.update import MASTERS, check_numbers
 
@@ -52,6 +54,11 @@ class LowBitOptimizer(Optimizer):
     each device looks at its own part alone: `clip_grad_norm_(..., error_if_nonfinite=True)` tells all of them. seed: of random
     bits, beside step, number of the parameter and place in it: replicas draw the same. A captured graph keeps the one it had.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """TypeError for arguments that an optimizer lacks, with the nearest."""
+        check_keywords(cls.__name__, kwargs, list(signature(cls.__init__).parameters)[1:])
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -248,7 +248,8 @@ class QATConfig(Config, registered=False):
         """See `Config.for_layout`: that of the base configuration."""
         if self.base_config is None:
             return super().for_layout(layout)
-        return replace(self, base_config=self.base_config.for_layout(layout))
+        base = self.base_config.for_layout(layout)
+        return replace(self, base_config=base)._with_changes(base.changes)
 
 
 def has_learnable_scales(scheme: Scheme) -> bool:

@@ -9,7 +9,7 @@ without a text of their own (batched experts) is looked up on the class, and say
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod
@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ao_lab.calibration.result import CALIBRATION, LayerResult
-from ao_lab.config.recipe import SPARSE_KERNELS
+from ao_lab.calibration.result import CALIBRATION, LayerResult, together
+from ao_lab.config.compressed_tensors import faster_kernel
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import SPARSE_INT4, families_by_rows, inference_keys, select_kernel
@@ -76,6 +77,11 @@ ADAPTER = "an adapter; it trains"
 BESIDE = (ADAPTER, RESIDUAL)
 #: That of a layer that another has replaced since it was prepared.
 REPLACED = "not in QAT (put here after step='prepare')"
+#: Of layers whose configuration names the kernel "dequantize", as `Config.for_layout` does.
+SLOW = (
+    "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and is no faster than an "
+    "unquantized layer; a configuration with {} is faster here"
+)
 #: The function of a layer in 2:4 storage on a GPU that no kernel multiplies as it is stored.
 SLOWER = "dequantize, slower than bfloat16"
 
@@ -105,6 +111,8 @@ class Layer(LayerLine):
     families: tuple[Range, ...] = ()
     #: Why families that are quicker did not load in this process, by name; `families` says what multiplies for them.
     failures: Mapping[str, str] = field(default_factory=dict)
+    #: The kernel that is faster, where the configuration names "dequantize" and inputs are quantized as well; else "".
+    faster: str = ""
     #: What calibration won, where methods quantized it.
     calibrated: LayerResult | None = None
 
@@ -117,6 +125,29 @@ class Layer(LayerLine):
     def folded_name(self) -> str:
         """See `LayerLine.folded_name`; adapters and residuals of all layers are one line for each of their names."""
         return f"*.{self.name.rpartition('.')[2]}" if self.reason in BESIDE else super().folded_name
+
+    def common(self) -> Layer:
+        """Without the numbers of what calibration won, in which blocks differ."""
+        if self._won is None:
+            return self
+        return replace(self, reason=f"{self._before(self._won)}; {self._won.method}", calibrated=None)
+
+    def together(self, alike: Sequence[Layer]) -> Layer:
+        """With the range of what calibration won, where all won something."""
+        results = [one._won for one in alike if one._won is not None]
+        if self._won is None or len({str(one) for one in results}) < 2:
+            return self
+        return replace(self, reason=f"{self._before(self._won)}; {together(results)}")
+
+    @property
+    def _won(self) -> LayerResult | None:
+        """What calibration won, where it is that alone and the reason ends in it."""
+        won = self.calibrated
+        return won if won is not None and won.is_plain and self.reason.endswith(f"; {won}") else None
+
+    def _before(self, won: LayerResult) -> str:
+        """The reason without it."""
+        return self.reason.removesuffix(f"; {won}")
 
     def told(self, width: int) -> list[str]:
         """Its scheme, what computes with it, and the reason; below it what multiplies by rows, and what was tuned."""
@@ -151,8 +182,12 @@ class Report(ModelReport[Layer]):
     def bits(self) -> float:
         """The average bits that a quantized weight takes, with scales, zero points and low-rank residuals; 0 where none is."""
         elements = sum(prod(layer.shape) for layer in self.changed)
-        stored = sum(layer.bytes for layer in self.layers if layer.changed or layer.reason == RESIDUAL)
-        return 8 * stored / max(elements, 1)
+        return 8 * (sum(layer.bytes for layer in self.changed) + self.residual_bytes) / max(elements, 1)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of low-rank residuals, beside the weights."""
+        return sum(layer.bytes for layer in self.layers if layer.reason == RESIDUAL)
 
     def heading(self) -> str:
         """How many of them are quantized, and prepared."""
@@ -165,6 +200,11 @@ class Report(ModelReport[Layer]):
         quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
         heading = ", ".join((*quantized, *told))
         return "; ".join(filter(None, (heading, self.kv_cache, self.attention)))
+
+    def notes(self) -> list[str]:
+        """Of layers that multiply as transformers does: that this is no faster, and what is."""
+        faster = dict.fromkeys(f'kernel="{layer.faster}"' for layer in self.layers if layer.faster)
+        return [SLOW.format(" or ".join(faster))] if faster else []
 
 
 def known_reasons(model: nn.Module) -> dict[str, str]:
@@ -277,8 +317,14 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
     scheme, (by_rows, failures) = str(parameter.recipe), families_of(module, parameter)
     return Layer(
-        full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows, failures=failures
+        full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows, failures=failures,
+        faster=named_slow(parameter.recipe),
     )  # fmt: skip
+
+
+def named_slow(recipe: Recipe) -> str:
+    """The kernel that is faster than a recipe's own; "" where it does not name "dequantize" beside quantized inputs."""
+    return faster_kernel(recipe) if recipe.kernel == "dequantize" and recipe.activation is not None else ""
 
 
 def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[tuple[Range, ...], dict[str, str]]:

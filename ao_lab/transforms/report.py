@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from torch import nn
 
@@ -40,6 +40,14 @@ class LayerLine:
         """Its name without the number of its block: what layers that a report shows as one line have in common."""
         return BLOCK.sub(".*", self.name)
 
+    def common(self) -> Self:
+        """This line without the numbers in which layers that a report shows as one may differ."""
+        return self
+
+    def together(self, alike: Sequence[Self]) -> Self:
+        """This line for all layers that are alike in what is `common`; they are at least two, this one the first."""
+        return self
+
     def told(self, width: int) -> list[str]:
         """Its lines in the text of a report, its name as wide as the others'."""
         return [f"  {self.name:<{width}}  {self}"]
@@ -69,12 +77,25 @@ class ModelReport(Generic[L]):
         """How many layers were changed."""
         raise NotImplementedError
 
+    def notes(self) -> list[str]:
+        """What is to be known of several layers, a line each."""
+        return []
+
     def __str__(self) -> str:
         shown = folded(self.layers)
         width = max((len(layer.name) for layer in shown), default=0)
-        return "\n".join([self.heading(), *(line for layer in shown for line in layer.told(width))])
+        lines, before = [], ""
+        for layer in shown:
+            first, *more = layer.told(width)
+            what = first[width + 2 :]
+            long = len(what) > AS_ABOVE and what == before and not more
+            lines += [f"{first[: width + 2]}  as above" if long else first, *more]
+            before = what
+        return "\n".join([self.heading(), *lines, *self.notes()])
 
 
+#: Characters of a line behind the layer's name that are not repeated for the next layer.
+AS_ABOVE = 60
 #: A block's number in a layer's name.
 BLOCK = re.compile(r"\.\d+(?=\.|$)")
 
@@ -92,12 +113,20 @@ def alike(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[
 
 def folded(layers: Collection[L]) -> list[L]:
     """Layers of which a report says the same but for the number of their block as one, their count behind the name."""
+    return [
+        replace(one, name=f"{one.name} ({len(group)})") if len(group) > 1 else one
+        for one, group in groups(layers)
+    ]
+
+
+def groups(layers: Collection[L]) -> list[tuple[L, list[L]]]:
+    """Layers that are alike but for the number of their block and for what is not `common`: a line for all, and the layers."""
 
     def key(layer: L) -> tuple[str, Hashable]:
-        return layer.folded_name, tuple(replace(layer, name="").told(0))
+        return layer.folded_name, tuple(replace(layer.common(), name="").told(0))
 
     return [
-        replace(group[0], name=f"{name} ({len(group)})") if len(group) > 1 else group[0]
+        (replace(group[0].together(group), name=name) if len(group) > 1 else group[0], group)
         for name, group in alike(layers, key)
     ]
 

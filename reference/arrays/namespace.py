@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -406,6 +406,16 @@ def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
 def spelled_out(name: str) -> str:
     """A name in lower case as records and configurations have it: "fp4" is short for "float4"."""
     return re.sub("^fp", "float", name.lower())
+
+
+def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for keyword arguments that `what` lacks, with the nearest names and all that it has."""
+    names = dict.fromkeys(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            nearest = f"; the nearest is {close[0]}" if close else ""
+            raise TypeError(f"{what} has no argument {name!r}{nearest}; it takes {', '.join(names)}")
 
 
 def _nearest(name: str, table: Mapping[str, object], what: str) -> str:

@@ -286,7 +286,7 @@ def test_the_command_runs_and_publishes_no_code(tmp_path, capsys, monkeypatch):
     (folder / "stolen.txt").symlink_to(tmp_path / "secret")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
     assert main(["quantize", str(folder), str(out), "--config", "Int8WeightOnlyConfig", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["files"]
+    told = json.loads(capsys.readouterr().out)["beside"]
     assert [line.split(",")[0] for line in told] == ["left out: evil.py", "left out: stolen.txt"]
     assert not {"evil.py", "stolen.txt"} & {path.name for path in out.iterdir()}
     assert "auto_map" not in json.loads((out / "config.json").read_text())

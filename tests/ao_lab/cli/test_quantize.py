@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from ao_lab import (
     quantize_pretrained,
     sparsify_,
 )
+from ao_lab.calibration.result import LayerResult
 from ao_lab.cli.app import main
 from ao_lab.cli.layout import SkippedLayers
 from ao_lab.cli.quantize import config_of, grouped
 from ao_lab.cli.terminal import WrongInput
+from ao_lab.quantization.report import Layer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -100,12 +103,25 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
 
 
 def test_layers_of_all_blocks_are_one_line():
-    row = {"layer": "model.layers.0.q.weight", "scheme": "nf4", "bytes": 3, "reason": ""}
-    other = {**row, "layer": "model.layers.11.q.weight"}
-    alone = {**row, "layer": "model.layers.2.q.weight", "scheme": ""}
-    one, two = grouped([row, alone, other])
-    assert one == {**row, "layer": "model.layers.*.q.weight", "layers": 2, "bytes": 6}
-    assert two == {**alone, "layers": 1}
+    layer = Layer("model.layers.0.q.weight", "Linear", (3, 3), "nf4", "fused", 3, "Linear")
+    alone = replace(layer, name="model.layers.2.q.weight", scheme="")
+    one, two = grouped([layer, alone, replace(layer, name="model.layers.11.q.weight")])
+    assert (one["layer"], one["layers"], one["bytes"]) == ("model.layers.*.q.weight", 2, 6)
+    assert (two["layer"], two["layers"], two["bytes"]) == (alone.name, 1, 3)
+
+
+def test_calibrated_layers_of_all_blocks_are_one_line():
+    """What was won, from the least to the most; a layer with a note of its own stays apart."""
+    won = [LayerResult("gptq", error, 1.0, 90, 10, 0.01) for error in (0.5, 0.25, 0.75)]
+    won[2] = replace(won[2], notes=("no bias",))
+    layers = [
+        Layer(f"layers.{i}.q", "Linear", (3, 3), "nf4", "", 3, f"Linear; {one}", calibrated=one)
+        for i, one in enumerate(won)
+    ]
+    assert [row["reason"] for row in grouped(layers)] == [
+        "Linear; gptq, 0.250 to 0.500 of rounding's output error on 10 held-out tokens",
+        f"Linear; {won[2]}",
+    ]
 
 
 def test_json_and_our_layout(capsys, folder, tmp_path):
