@@ -63,6 +63,7 @@ from ao_lab.checkpoint.model_builder import (
 )
 from ao_lab.checkpoint.model_card import CARD, card_beside, trained_by
 from ao_lab.checkpoint.plain_readers import (
+    FLOAT32_SCALES,
     Reading,
     decoded_in_bfloat16,
     fallback_note,
@@ -144,7 +145,18 @@ def save_pretrained(
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes, base_model=base_model)
     if saved.reasons:
         warnings.warn(fallback_note(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
+    if FLOAT32_SCALES in saved.limits and _trained(model):
+        warnings.warn(f"{FLOAT32_SCALES}: {BEFORE_CONVERT}", UserWarning, stacklevel=2)
     return saved
+
+
+#: What keeps the values that a model was trained for.
+BEFORE_CONVERT = "after QAT in float32, model.to(torch.bfloat16) before step='convert'"
+
+
+def _trained(model: nn.Module) -> str:
+    """How a model was trained for its scheme, see `trained_by`."""
+    return trained_by(layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers)
 
 
 def write_model(
@@ -278,7 +290,7 @@ def _beside(
         beside=said,
         base_model=base or None,
         base_folder=Path(base) if base and Path(base).is_dir() else None,
-        trained=trained_by(layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers),
+        trained=_trained(model),
     )
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 

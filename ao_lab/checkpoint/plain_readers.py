@@ -55,6 +55,11 @@ NO_SPARSE = (
     "quantize "
     'with sparsity=None for other loaders, or save with layout="ao_lab"'
 )
+#: What readers do with a float32 model.
+FLOAT32_SCALES = (
+    "float32 scales: with dtype=torch.bfloat16, as vLLM loads float32 models, loaders that keep quantized values round each by "
+    "up to 0.4 percent; read the folder in float32, or quantize the model in bfloat16"
+)
 #: The format whose zero points are packed like its codes.
 PACKED = EXPORTS["pack-quantized"]
 ZERO = "weight_zero_point"
@@ -243,10 +248,7 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
         scale.to(torch.bfloat16).to(scale.dtype), scale
     )
     if dtype == torch.float32 and rounded:
-        notes.append(
-            "float32 scales: with dtype=torch.bfloat16 loaders that keep quantized values round each by up to 0.4 percent; "
-            "read the folder in float32, or quantize the model in bfloat16"
-        )
+        notes.append(FLOAT32_SCALES)
     scheme = t.recipe.activation
     if scheme is not None:
         notes.append(

@@ -36,7 +36,7 @@ from ao_lab.cli.terminal import (
     print_table,
     track_progress,
 )
-from ao_lab.install.extras import needed
+from ao_lab.install.extras import needed, wrong_input
 from ao_lab.measure.folders import without_model
 from ao_lab.transforms.report import groups
 
@@ -334,7 +334,9 @@ def check_groups(source: Path, config: Config, name: str) -> None:
         or not has_weights(source)
     ):
         return
-    matrices = [spec.shape for spec in look_at(source).specs.values() if len(spec.shape) > 1]
+    with wrong_input():
+        specs = look_at(source).specs
+    matrices = [spec.shape for spec in specs.values() if len(spec.shape) > 1]
     lengths = sorted({length for shape in matrices for length in shape[-2:]})
     if not matrices or any(length % block == 0 for length in lengths):
         return

@@ -44,6 +44,7 @@ from ao_lab.qat.starts import calibrated_starts
 from ao_lab.quantization.api import Call, calibrated, keep_report, report_of, required_observers, transform
 from ao_lab.quantization.plan import ALREADY, Change, QuantizationPlan, planned
 from ao_lab.quantization.report import Report, known_reasons
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.layers import never_ran
 from ao_lab.transforms.data import unwatch
 from ao_lab.transforms.layers import (
@@ -263,12 +264,22 @@ def _select_layers(
                 f"{ended}, adapters merged" if isinstance(module, (LoRALinear, LoRASumLinear)) else ended
             )
     select.check_all_matched(model)
+    if not selected and (done := _quantized(model)):
+        raise ValueError(
+            f"step='convert': no layer is in training; {done} weights are quantized already. Save the model, or prepare the "
+            f"dense one with QATConfig(..., step='prepare') to train it again"
+        )
     if not selected:
         raise ValueError(
             f"step='convert': none of the selected layers is in training ({', '.join(plain[:5]) or 'none is selected'}); "
             f"call quantize_ with QATConfig(..., step='prepare') first, and train"
         )
     return selected, reasons
+
+
+def _quantized(model: nn.Module) -> int:
+    """How many weights of a model are quantized."""
+    return sum(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
 def _check_computed(model: nn.Module, select: Filtered | Patterns) -> None:

@@ -91,16 +91,18 @@ STARTS = ("rule", "error")
 
 @dataclass(frozen=True)
 class LoRA:
-    """LoRA adapters: rank, alpha (their output is scaled by alpha / rank), dropout of their input, dtype.
+    """LoRA adapters: rank, alpha (their output is scaled by alpha / rank; default: 2 * rank), dropout of their input, dtype.
 
-    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text. freeze_rest: whether
+    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base", the weight is quantized at once and adapters stand
+    beside it; "sum", it stays dense and frozen, and each forward rounds its sum with the adapters, as the merged layer will be.
+    freeze_rest: whether
     step "prepare" freezes all other parameters of the model, so that adapters alone train (as peft does); False leaves those
     that it does not name as they are. Of several configurations in one FqnToConfig each has to say True. dtype: FSDP1 joins
     parameters of one dtype, so that there it has to be that of the model (`fully_shard` takes both).
     """
 
     rank: int = 16
-    alpha: float = 32.0
+    alpha: float | None = None
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
     rounds: str = "base"
@@ -109,7 +111,7 @@ class LoRA:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 0:
             raise ValueError(f"LoRA: rank is an integer, 0 or more, got {self.rank!r}")
-        if not isfinite(self.alpha) or self.alpha <= 0:
+        if self.alpha is not None and (not isfinite(self.alpha) or self.alpha <= 0):
             raise ValueError(f"LoRA: alpha is a positive number, got {self.alpha!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA: dropout is a probability below 1, got {self.dropout!r}")
@@ -124,12 +126,12 @@ class LoRA:
     @property
     def factor(self) -> float:
         """alpha / rank."""
-        return self.alpha / max(self.rank, 1)
+        return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
 
     def __str__(self) -> str:
         more = f", dropout {self.dropout:g}" if self.dropout else ""
         more += ", the sum is rounded" if self.rounds == "sum" else ""
-        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{more}; frozen; step='convert' merges it"
+        return f"LoRA: rank {self.rank}, alpha {self.factor * self.rank:g}{more}; frozen; step='convert' merges it"
 
 
 @dataclass(frozen=True)

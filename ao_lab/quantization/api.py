@@ -170,7 +170,7 @@ def quantize_(
 
     Raises ValueError if the filter or a pattern matches nothing, if no layer can be quantized, if a kernel does not support a
     weight, and if calibration did not reach a layer; TypeError for another kind of config. The model is unchanged then. After a
-    later error (out of memory, an interruption) every weight is either original or quantized; see the module text.
+    later error (out of memory, an interruption) every weight is either original or quantized; the same call goes on.
     """
     request = None
     how = blocks is not None or offload or resume is not None or prefix != "quantized"

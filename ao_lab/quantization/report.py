@@ -72,7 +72,7 @@ for _kind in _KINDS:
 NOT_CALLED = "quantize_ was not called for it"
 NOT_TRAINED = "convert_for_training_ did not convert it; it trains in its own dtype"
 #: The reason of adapters, which are parameters beside a layer and no layers.
-ADAPTER = "an adapter; it trains"
+ADAPTER = "it trains"
 #: Those of parameters beside the weight of a layer.
 BESIDE = (ADAPTER, RESIDUAL)
 #: That of a layer that another has replaced since it was prepared.
@@ -151,7 +151,7 @@ class Layer(LayerLine):
 
     def told(self, width: int) -> list[str]:
         """Its scheme, what computes with it, and the reason; below it what multiplies by rows, and what was tuned."""
-        what = "prepared" if self.prepared else "left"
+        what = "prepared" if self.prepared else "adapter" if self.reason == ADAPTER else "left"
         more = "; the weight is dequantized for more" if self.kernel.startswith("fused, up to") else ""
         what = f"{self.scheme} ({self.kernel}{more})" if self.changed else what
         what += f", {self.sparsity}" if self.sparsity else ""

@@ -63,7 +63,7 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class QuantizedTensor(torch.Tensor):
-    """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`.
+    """A weight in a scheme: quantized values, scales, zero points. Made by `quantized` or `ao_lab.quantize_`.
 
     torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import QuantizedTensor`).
     """
@@ -382,7 +382,9 @@ class QuantizedTensor(torch.Tensor):
 
 
 class SparseQuantizedTensor(QuantizedTensor):
-    """A 2:4 weight in a scheme; see the module text. Made by `quantized_compressed`, `ao_lab.sparsify_` or `ao_lab.quantize_`.
+    """A 2:4 weight in a scheme, of which kept values alone are stored.
+
+    Made by `quantized_compressed`, `ao_lab.sparsify_` or `ao_lab.quantize_`.
 
     torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import SparseQuantizedTensor`).
     """

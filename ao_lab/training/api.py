@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.fused_modules import fuse_layers_, fusions, unfuse_layers_
 from ao_lab.training.grouped.experts import (
     LowPrecisionExperts,
@@ -27,7 +28,7 @@ from ao_lab.training.layers import (
     unsupported_reason,
 )
 from ao_lab.training.products import PRODUCTS, has_fp8
-from ao_lab.transforms.layers import check_model, is_experts, is_linear, routers, shorten
+from ao_lab.transforms.layers import TABLES, check_model, is_experts, is_linear, routers, shorten
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
 from ao_lab.transforms.report import folded_names
 from reference.arrays.namespace import choice
@@ -54,6 +55,7 @@ class Converted:
     def __str__(self) -> str:
         count = f"{len(self.changed)} of {len(self.changed) + len(self.left)} layers"
         lines = [f"{count} train by {self.recipe.name}{'; ' * bool(self.slow)}{self.slow}"]
+        lines += [f"  {line}" for line in folded_names(dict.fromkeys(self.changed, "trains"))]
         lines += [f"  {line}" for line in folded_names(self.left, "left: ")]
         lines += [f"  {line}" for line in folded_names(self.gathered_whole, "gathered in its own dtype: ")]
         if self.fused or self.not_fused:
@@ -140,6 +142,10 @@ def convert_for_training_(
 
 
 ROUTER = "it routes tokens to experts"
+QUANTIZED = (
+    "its weight is quantized, and recipes train dense weights: convert the model before it is quantized, or train adapters "
+    "beside it (QATConfig with lora=LoRA())"
+)
 
 
 @dataclass
@@ -170,7 +176,9 @@ def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, exp
             continue
         wanted, reason = select(module, name)
         if not wanted:
-            found.left.update({name: reason} if candidate else {})
+            # What reports of the other transforms list as well.
+            if candidate or (filter_fn is None and isinstance(module, TABLES)):
+                found.left[name] = reason if candidate else other_reason(module)
             continue
         if any(map(is_lazy, module.parameters(recurse=False))):
             raise ValueError(
@@ -204,6 +212,8 @@ def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> Non
 
 def _reason(settings: Settings, module: nn.Module) -> str | None:
     """Why a linear layer or experts cannot train by a recipe; None where they can."""
+    if any(isinstance(parameter, QuantizedTensor) for parameter in module.parameters(recurse=False)):
+        return QUANTIZED
     if not is_linear(module):
         return experts_reason(settings, module)
     known = class_of(module)

@@ -42,3 +42,13 @@ def test_tracebacks_suggest_names():
     root = Path(ao_lab.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert "Did you mean: 'Int4WeightOnlyConfig'?" in done.stderr
+
+
+def test_wrong_arguments_name_the_nearest():
+    """By the class that was called, not by one that it shares its arguments with."""
+    with pytest.raises(
+        TypeError, match=r"Int4WeightOnlyConfig has no argument 'groupsize'; the nearest is group_size"
+    ):
+        ao_lab.Int4WeightOnlyConfig(groupsize=32)
+    with pytest.raises(TypeError, match=r"^AdamW8bit has no argument 'state'; the nearest is states"):
+        ao_lab.optim.AdamW8bit([torch.nn.Parameter(torch.ones(2))], state="8bit")

@@ -156,9 +156,9 @@ def warn_of_training(model: Any) -> None:
     sparse = [name for name, m in model.named_modules() if isinstance(m, SparseLinear)]
     if prepared:
         _warn(
-            f"{len(prepared)} layers ({prepared[0]}, ...) are prepared for quantization-aware training, and the folder holds "
-            f"their dense training weights, without the rounding: prepare the model again after loading to go on training, or "
-            f"call quantize_(model, QATConfig(config, step='convert')) and save to keep the quantized model{_state(model)}"
+            f"a training checkpoint: {len(prepared)} layers ({prepared[0]}, ...) are prepared for QAT, and their weights are "
+            f"saved dense; quantize_(model, QATConfig(config, step='convert')) before saving gives the quantized model"
+            f"{_state(model)}"
         )
     elif sparse:
         _warn(

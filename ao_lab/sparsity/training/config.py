@@ -66,7 +66,7 @@ SPARSE = PRODUCTS[1:]
 
 @dataclass(frozen=True)
 class SparseTrainingConfig:
-    """How sparse layers train; see the module text.
+    """How linear layers train with N:M sparse weights, from a dense phase to sparse weights and back.
 
     pattern: "N:M", N of every M consecutive weights along the contraction axis stay. transposable: 2:4 masks whose transpose is
     2:4 too, so that the matmul of the input gradient has a 2:4 matrix as well.
@@ -75,7 +75,8 @@ class SparseTrainingConfig:
     weights are set to zero then and after each step.
     "recomputed" are found when the sparse phase begins and after every `every`-th of its steps; pruned weights keep their
     values.
-    gradient, decay: see the module text. decay is 0 to 2**127; it is read by "sr-ste" alone.
+    gradient: "masked" reaches kept weights alone, "straight-through" all, and "sr-ste" also pulls pruned ones towards zero by
+    decay times their value. decay is 0 to 2**127; it is read by "sr-ste" alone.
     weight_gradient: "dense", a dense matmul; there is no other.
     warmup, cooldown: numbers of steps at the beginning and at the end in which layers are dense; cooldown needs `steps`, the
     number of all of them. Afterwards the model stays as it ended: dense with a cool-down, sparse without.

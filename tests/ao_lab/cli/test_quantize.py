@@ -79,7 +79,7 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     # Columns and words that would say nothing of this model.
     assert shown.startswith(f"done: {target}, ")
     # 4 bits, and a float32 scale for each 32.
-    assert ", 5 bits per quantized weight" in shown
+    assert ", 4.5 bits per quantized weight" in shown
     assert "sparsity" not in shown.partition("Layers")[2]
     assert "Linear" not in shown.partition("Layers")[2]
     names = sorted(path.name for path in target.iterdir())
@@ -348,7 +348,15 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
         "kernel: dequantize, so that results are bitwise those of transformers, which dequantizes weights and inputs before "
         "each matmul; this is no faster than dense layers, the option kernel=int8 selects a faster kernel",
     ]
-    assert any("one scale for all tokens" in line for line in made["limits"])
+    # All layers of a Llama see three axes.
+    assert not any("one scale for all tokens" in line for line in made["limits"])
+    assert made["files"] == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     code = main(
         ["quantize", str(folder), str(tmp_path / "b"), "--config", "Int8DynamicActivationInt8WeightConfig"]
     )

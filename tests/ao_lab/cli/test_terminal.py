@@ -418,3 +418,34 @@ def test_nothing_on_a_terminal_is_a_command_to_it(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert (out.count(told), err) == (3, f"ao-lab: {told}\n")
     assert (out + err).replace("\n", "").isprintable()
+
+
+def test_tables_of_narrow_terminals_are_paragraphs(capsys, monkeypatch):
+    """Where words would be cut; cells that say nothing are left out."""
+    rows = [["a" * 30, "word " * 9, "b" * 40, "-"]]
+    print_table("Title", ["name", "what", "which", "none"], rows)
+    assert "name " in capsys.readouterr().out
+    monkeypatch.setattr(terminal, "PIPE_WIDTH", 70)
+    print_table("Title", ["name", "what", "which", "none"], rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["Title", "", "a" * 30]
+    assert lines[3].startswith("    what: word word")
+    assert all(len(line) <= 70 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["quantize", "a", "b", "--groupsize", "32"], "write --config 'NAME group_size=VALUE'"),
+        (["info"], "No such command 'info'; ao-lab doctor does that"),
+        (["schemes", "int4_g48_cost"], "unknown scheme 'int4_g48_cost'"),
+    ],
+)
+def test_wrong_words_have_a_way_out(capsys, arguments, said):
+    assert app.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_schemes_that_are_made_by_name_are_shown(capsys):
+    assert app.main(["schemes", "int4_g48_cast"]) == 0
+    assert "4.333 in compressed-tensors' files" in " ".join(capsys.readouterr().out.split())

@@ -11,6 +11,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 import ao_lab
 import fast
 from ao_lab import NVFP4WeightOnlyConfig
+from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.plain_readers import reading
 from ao_lab.config.compressed_tensors import (
     activation_as_read,
@@ -275,3 +276,33 @@ def test_the_faster_kernel_that_is_named_takes_the_recipe(weight, inputs, kernel
     ao_lab.quantize_(layer, dataclasses.replace(config, kernel=kernel).for_layout("compressed-tensors"))
     assert layer[0].weight.recipe.kernel == kernel
     assert layer(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
+
+
+def test_what_is_adapted_is_told_by_the_result():
+    """`changes`, in a repr without parameters that given schemes replace, and in the report of what is multiplied slowly."""
+    asked = ao_lab.Int8DynamicActivationInt8WeightConfig(act_mapping_type="ASYMMETRIC")
+    made = asked.for_layout("compressed-tensors")
+    assert asked.changes == asked.for_layout("ao_lab").changes == ()
+    assert list(made.changes) == changes(asked.recipe(), made.recipe())
+    assert repr(made) == (
+        "Int8DynamicActivationInt8WeightConfig(scheme='int8_rowwise_cast', "
+        "activation_scheme='compressed_tensors.int8_token', kernel='dequantize')"
+    )
+    assert "ASYMMETRIC" in repr(asked)
+    assert ao_lab.FqnToConfig({"_default": made}).changes[0] == f"_default: {made.changes[0]}"
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
+    assert 'a configuration with kernel="int8" is faster here' in str(ao_lab.quantize_(layer, made))
+
+
+def test_scales_in_the_weights_dtype_lie_so_in_files(tmp_path):
+    """Of a cast scheme in bfloat16, two bytes each, and what is read has the same bits; float32 scales stay."""
+    for scheme, dtype, bits in (("int4_g32_cast", torch.bfloat16, 4.5), ("int4_g32", torch.float32, 5.0)):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512, bias=False)).bfloat16()
+        ao_lab.quantize_(model, ao_lab.SchemeConfig(scheme=scheme))
+        saved = ao_lab.save_pretrained(model, tmp_path / scheme, layout="compressed-tensors", config={})
+        assert look_at(tmp_path / scheme).specs["0.weight_scale"].dtype == dtype
+        assert saved.bits == pytest.approx(bits, abs=0.01)  # and 16 bytes of weight_shape
+        other = torch.nn.Sequential(torch.nn.Linear(64, 512, bias=False)).bfloat16()
+        read = ao_lab.load_pretrained(tmp_path / scheme, other)[0].weight.quantized
+        for part in ("codes", "scale"):
+            assert torch.equal(getattr(read, part), getattr(model[0].weight.quantized, part))

@@ -521,7 +521,7 @@ def test_what_adapters_are_not_for_is_left():
     reasons = {layer.name: layer.reason for layer in explain(model).layers}
     assert "a Scaled may compute otherwise" in reasons["1.weight"]
     assert "65" in reasons["2.weight"]
-    assert reasons["0.lora_a"] == "an adapter; it trains"
+    assert reasons["0.lora_a"] == "it trains"
 
 
 @pytest.mark.parametrize("rounds", ["base", "sum"])

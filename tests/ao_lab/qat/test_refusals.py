@@ -42,6 +42,16 @@ def test_convert_before_prepare():
     assert type(net.first) is nn.Linear
 
 
+def test_convert_twice():
+    """What is quantized already is said to be so, and not sent back to step "prepare" of the same model."""
+    net = in_training(INT4)
+    quantize_(net, QATConfig(INT4, step="convert"))
+    with pytest.raises(
+        ValueError, match=r"no layer is in training; 2 weights are quantized already\. Save the model"
+    ):
+        quantize_(net, QATConfig(INT4, step="convert"))
+
+
 def test_prepare_twice():
     net = in_training(INT4)
     with pytest.raises(ValueError, match=r"first\.weight, second\.weight are prepared for QAT already"):

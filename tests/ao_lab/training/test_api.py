@@ -458,3 +458,15 @@ def test_fields_and_defaults_are_those_of_torchao(name):
     for mine, other in zip(fields(ours), fields(theirs), strict=True):
         if isinstance(mine.default, bool | None):
             assert mine.default == other.default, mine.name
+
+
+def test_quantized_weights_do_not_train():
+    """They would get no gradient; with padding as without."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ao_lab.quantize_(net, ao_lab.Int8WeightOnlyConfig(), lambda module, name: name == "0")
+    report = ao_lab.convert_for_training_(net, "rowwise", pad=True)
+    assert report.changed == ("1",)
+    assert report.left["0"].startswith("its weight is quantized")
+    assert "  1  trains" in str(report).splitlines()
+    ao_lab.convert_from_training_(net)
+    refused(ValueError, "its weight is quantized", ao_lab.convert_for_training_, net[:1], "rowwise", pad=True)
