@@ -70,6 +70,8 @@ SCHEMES: dict[str, Callable[[], Any]] = {
         for name in ("int8_rowwise", "int8_g32", "int8_g32_f16", "int4_g32", "int4_g32_f16", "int4_g32_asymmetric",
                      "int4_g128_asymmetric", "int2_g32_asymmetric", "fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4")
     },
+    # What `ao-lab quantize --config Int8WeightOnlyConfig` writes of a bfloat16 model.
+    "int8_rowwise_cast in bfloat16": lambda: ao_lab.SchemeConfig(scheme="int8_rowwise_cast"),
     "int8_rowwise by int8_rowwise": dynamic("int8_rowwise", "int8_rowwise"),
     "int8_rowwise by static int8": lambda: ao_lab.Int8StaticActivationInt8WeightConfig(),
     "int8_rowwise by int8_rowwise_asymmetric": dynamic("int8_rowwise", "int8_rowwise_asymmetric"),
@@ -78,6 +80,10 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "mxfp8_e4m3 by mxfp8_e4m3": dynamic("mxfp8_e4m3", "mxfp8_e4m3"),
     "nvfp4 by nvfp4": dynamic("nvfp4", "nvfp4"),
 }  # fmt: skip
+
+
+#: The end of the name of a scheme whose scales are rounded to bfloat16, in a model of that dtype.
+BFLOAT16 = " in bfloat16"
 
 
 class Case(NamedTuple):
@@ -284,7 +290,7 @@ def row(client: str, scheme: str) -> dict[str, str]:
     try:
         config = SCHEMES[scheme]()
         config = config.for_layout("compressed-tensors") if record.compressed else config
-        model, ids = model_of(config, record.dtype)
+        model, ids = model_of(config, torch.bfloat16 if scheme.endswith(BFLOAT16) else record.dtype)
     except ValueError as error:
         return {**fields, "outcome": REFUSED, "said": first_sentence(error)}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
