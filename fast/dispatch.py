@@ -232,6 +232,13 @@ def has_float_inputs(*tensors: Any) -> bool:
     return all(t is None or t.dtype in FLOATS for t in tensors)
 
 
+def _kind(x: torch.Tensor) -> str:
+    """`tensor_kind`: "" for a dense tensor, as nearly all are."""
+    if type(x) in PLAIN and (_is_compiling() or (x.layout is torch.strided and not x.is_nested)):
+        return ""
+    return tensor_kind(torch, x)
+
+
 def _check(function: Function, operands: Sequence[Any]) -> None:
     """TypeError or ValueError for tensors that are not dense, or not on one device.
 
@@ -241,7 +248,7 @@ def _check(function: Function, operands: Sequence[Any]) -> None:
     for name, operand in zip(function.operands, operands, strict=False):
         if not isinstance(operand, torch.Tensor):
             continue
-        if kind := tensor_kind(torch, operand):
+        if kind := _kind(operand):
             raise TypeError(
                 f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first"
             )

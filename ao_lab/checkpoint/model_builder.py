@@ -33,7 +33,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-import ao_lab.quantization.prepared_products
 import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
 from ao_lab.checkpoint.io.shards import (
     Spec,

@@ -53,10 +53,10 @@ from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family, Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
-from fast.launch.program import Program
 from fast.layers.hadamard import hadamard
 from fast.ops import LATE
 from fast.prepared import (
+    Program,
     ScaledProduct,
     prepared_linear,
     prepared_linear_of_codes,
@@ -152,6 +152,8 @@ def _by_default(w: QuantizedWeight) -> Iterator[str]:
     """The kernels that "auto" may be, the preferred first. On a CPU torch's product of 8-bit floats takes much longer than
     one of bfloat16: `scaled_mm` comes after `fused`, and is none where torch takes one scale alone, since it multiplies element
     by element then (times: reports/LOG.md)."""
+    if w.recipe.activation is None:
+        return (name for name in PRODUCTS if name not in OF_CODES)
     if not is_host(w.device):
         return iter(PRODUCTS)
     late = ["scaled_mm"] if cpu_scales_rows() else []
@@ -174,7 +176,7 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
     if w.recipe.rotation and sums_along_blocks(w):
         return _of_rotated(w, dtype)
     default = PRODUCTS[select_kernel(w, dtype)].run
-    if not any(choice.problem.direction == "inference" for choice in choices_for(w.device)):
+    if not is_tuned(w.device):
         return default
     result: dict[int, Product] = {}
 
@@ -232,6 +234,8 @@ PRODUCTS = {
     "reference": Kernel(dense.reference, _supports_all),
     "cusparselt": _of_sparse("cusparselt", "ao_lab.gemm.cusparselt", "KERNEL"),
 }
+#: Of them those that multiply codes by codes, which inputs without a scheme do not have.
+OF_CODES = ("int8", "scaled_mm")
 LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cusparselt")
 
 
@@ -257,7 +261,7 @@ def prepared_product(
     elements; None for kernels that are more than launches, and for inputs that are rotated first."""
     if w.recipe.rotation:
         return None
-    kernel, family = selected(w, x.dtype, x.shape[0])
+    kernel, family = selected(w, x.dtype, x.shape[0] if is_tuned(w.device) else None)
     make = PREPARE.get(kernel)
     return None if make is None or not w.is_cuda else make(x, w, bias, shape, family)
 

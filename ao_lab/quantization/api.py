@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower

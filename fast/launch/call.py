@@ -14,7 +14,7 @@ import torch
 
 from fast import dispatch
 from fast.dispatch import PLAIN
-from fast.launch import direct
+from fast.launch import launcher
 from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
 
@@ -111,7 +111,7 @@ class Call:
     def _prepare(self, places: dict[str, int]) -> None:
         """Forget the tensors, and keep what every call needs. places: of names among inputs and buffers."""
         self._places = places
-        self._allocate = direct.allocator(self.device)
+        self._allocate = launcher.allocator(self.device)
         buffers = self.buffers.items()
         self._sizes: list[Size] = [
             (shape, self.tensors[name].stride(), dtype) for name, (shape, dtype, _) in buffers
@@ -148,9 +148,9 @@ class Call:
 
     def _run(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any] | None:
         """Inputs and buffers after the launches; None for tensors without memory."""
-        if direct.hooked():
+        if launcher.hooked():
             return self._launch_again(inputs, sizes)
-        if direct.current_device() != self.index:  # type: ignore[misc]
+        if launcher.current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
                 return self._run(inputs, sizes)
         addresses: list[int | None] = []
@@ -174,9 +174,9 @@ class Call:
         addresses += [tensor.data_ptr() for tensor in buffers]
         addresses.append(None)
         tensors = [*inputs, *buffers]
-        stream = direct.current_stream(self.index)  # type: ignore[misc]
+        stream = launcher.current_stream(self.index)  # type: ignore[misc]
         for at, fill, size in self._fills:
-            if fill != (0,) or not direct.zero(addresses[at], size, stream):
+            if fill != (0,) or not launcher.zero(addresses[at], size, stream):
                 filled(tensors[at], fill)
         for launch, select in launches:
             launch(stream, select(addresses))

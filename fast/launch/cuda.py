@@ -1,7 +1,8 @@
 """Kernels in CUDA C++ for Hopper: a record says what a source is made of; from it come its cubin, what is loaded, its launches.
 
 A `CudaLaunch` stands where `launcher.CompiledLaunch` stands for kernels of Triton: `run` on tensors, then by addresses alone
-(`call`, `program`). Listeners to Triton's launches do not hear of it.
+(`call`, `fast.prepared`). Listeners to Triton's launches do not hear of it. First stands what sizes and choices go by: the
+device that these kernels are for, GPUs of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -20,10 +21,56 @@ from typing import Any, NamedTuple
 import torch
 
 from fast.launch import driver
-from fast.launch.direct import current_stream
-from fast.launch.hopper import KINDS, MOST_SHARED
-from fast.launch.launcher import ALIGNMENT, Signature
-from fast.launch.nvrtc import cached_cubin, compile_source
+from fast.launch.launcher import ALIGNMENT, Signature, current_stream, interpreted
+from fast.launch.nvrtc import cached_cubin, compile_source, missing_compiler
+
+#: Compute capability.
+HOPPER = (9, 0)
+#: Multiprocessors of the GPU that times were measured on.
+MULTIPROCESSORS = 132
+#: Clusters that it runs at once, by their programs, one to a multiprocessor. A cluster lies in one of the GPU's groups of at
+#: most 18 multiprocessors, and two of these have fewer than 16 (waves that say so: reports/LOG.md).
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14}
+#: Bytes of shared memory of a multiprocessor.
+SHARED = 233472
+#: Bytes of it that each program takes besides its own.
+SYSTEM = 1024
+#: Bytes of it that a program has at most.
+MOST_SHARED = 232448
+#: Registers of a multiprocessor.
+REGISTERS = 1 << 16
+#: Tiles of rows that share their weights' values in the L2 cache.
+GROUP = 8
+#: Names of dtypes by the numbers that the sources give them.
+KINDS = ("float32", "bfloat16", "float16", "int32")
+
+
+def at_once(cluster: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Clusters of so many programs that a device of as many multiprocessors runs at once."""
+    return max(1, AT_ONCE[cluster] * multiprocessors // MULTIPROCESSORS)
+
+
+@lru_cache(maxsize=64)
+def capability(index: int) -> tuple[int, int]:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache(maxsize=64)
+def processors_of(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def is_served(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on such a GPU, and NVRTC is here, which comes with torch's wheels for CUDA."""
+    return (
+        tensor.is_cuda
+        and not interpreted()
+        and capability(tensor.get_device()) == HOPPER
+        and missing_compiler() is None
+    )
+
 
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Headers that sources have in common, in the order in which a source includes them.
@@ -313,17 +360,30 @@ def _again(status: int, launch: Any, given: tuple[Any, Any, Any], name: str) -> 
 
 
 __all__ = [
+    "AT_ONCE",
     "BIAS",
+    "GROUP",
+    "HOPPER",
+    "KINDS",
     "MAPS",
+    "MOST_SHARED",
+    "MULTIPROCESSORS",
+    "REGISTERS",
+    "SHARED",
+    "SYSTEM",
     "Compiled",
     "CudaLaunch",
     "Kernel",
     "Maps",
     "Start",
+    "at_once",
+    "capability",
     "clusters_at_once",
     "failure",
     "is_loadable",
+    "is_served",
     "launcher",
     "loaded",
     "mapped_launcher",
+    "processors_of",
 ]

@@ -12,7 +12,7 @@ import torch
 import fast
 import reference
 from fast import dispatch
-from fast.launch import direct
+from fast.launch import launcher
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 from tests.support.situations import ANSWERS, EXAMPLES, SITUATIONS, walk
@@ -304,7 +304,7 @@ def test_launches_within_a_tensor_are_not_remembered(flat):
 
 def test_padding_of_tiled_scales_is_cleared_again(flat, monkeypatch):
     full = lambda shape, strides, dtype: torch.full(shape, 77, dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(direct, "allocator", lambda device: full)
+    monkeypatch.setattr(launcher, "allocator", lambda device: full)
     x = normals(128, 64)
     for _ in range(2):
         made = fast.quantize_both(x, "mxfp8_e4m3", tiled=True)

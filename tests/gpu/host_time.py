@@ -30,11 +30,10 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import ao_lab
 from ao_lab.compile.generation import guard_options
-from ao_lab.quantization import prepared_products
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
-from fast.launch import direct
+from fast.launch import launcher
 from fast.launch.launcher import CompiledLaunch
 from tests.ao_lab.gemm.capability import ASKED_BY
 
@@ -115,7 +114,7 @@ def eager(name: str) -> float:
 
 
 def launched(name: str) -> tuple[float, float, float]:
-    """Of a call on a GPU without what the driver does: before `prepared_products` had programs, and with them."""
+    """Of a call on a GPU without what the driver does: before `matmul_ops` had programs, and with them."""
 
     def run(self: CompiledLaunch, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
         signature = (device, *(None if p is None else p.dtype for p in pointers))
@@ -123,8 +122,8 @@ def launched(name: str) -> tuple[float, float, float]:
         return signature
 
     changes = (
-        (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (direct, "current_device", lambda: -1),
-        (direct, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (dispatch, "CALLS", {}),
+        (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (launcher, "current_device", lambda: -1),
+        (launcher, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (dispatch, "CALLS", {}),
         *((module, "capability", lambda index: (9, 0)) for module in ASKED_BY),
     )  # fmt: skip
     x, times = torch.ones(1, 1, WIDTH, dtype=torch.bfloat16), []
@@ -132,7 +131,7 @@ def launched(name: str) -> tuple[float, float, float]:
         with ExitStack() as stack:
             for owner, attribute, value in changes:
                 stack.enter_context(mock.patch.object(owner, attribute, value))
-            stack.enter_context(mock.patch.object(prepared_products, "on_gpu", return_value=on_gpu))
+            stack.enter_context(mock.patch.object(matmul_ops, "on_gpu", return_value=on_gpu))
             net = network(name, WIDTH)
             times.append(timed(lambda: net(x)))  # noqa: B023
     return times[0][0], *times[1]

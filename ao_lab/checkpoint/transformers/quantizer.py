@@ -26,7 +26,6 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.checkpoint.api import METHOD, check_configuration, saved_dtype
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown

@@ -17,8 +17,7 @@ from fast.kernels.attention.append import static_of
 from fast.kernels.attention.parts import parts_of
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES
-from fast.launch.cuda import CudaLaunch, Kernel
-from fast.launch.hopper import MULTIPROCESSORS, is_served
+from fast.launch.cuda import MULTIPROCESSORS, CudaLaunch, Kernel, is_served
 from fast.launch.launcher import ALIGNMENT
 from fast.stored_tokens import StoredTokens
 from reference.attention.window import ALL_STORED, Window

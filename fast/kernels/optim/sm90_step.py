@@ -15,8 +15,7 @@ import torch
 
 from fast.kernels.optim.records import Kind
 from fast.launch import cuda
-from fast.launch.cuda import CudaLaunch, Kernel
-from fast.launch.hopper import is_served
+from fast.launch.cuda import CudaLaunch, Kernel, is_served
 from reference.formats.encode import MASK, ROUNDS, WEYL
 from reference.optim.states import STATES
 

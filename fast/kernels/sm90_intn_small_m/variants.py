@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fast.cost import Coefficients, Time, first_row, quickest
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import AT_ONCE, MOST_SHARED, SHARED, SYSTEM
-from fast.launch.hopper import MULTIPROCESSORS as PROCESSORS
+from fast.launch.cuda import AT_ONCE, MOST_SHARED, SHARED, SYSTEM, Kernel
+from fast.launch.cuda import MULTIPROCESSORS as PROCESSORS
 
 C = Coefficients("sm90_intn_small_m")
 #: Columns that a stage is a multiple of: a row of codes of any width is whole pieces of 16 bytes.

@@ -18,9 +18,8 @@ from fast.kernels.sm90_s8_gemm.variants import (
 )
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.cuda import BIAS, CudaLaunch, Maps
+from fast.launch.cuda import BIAS, GROUP, CudaLaunch, Maps, processors_of
 from fast.launch.driver import tensor_map
-from fast.launch.hopper import GROUP, processors_of
 from reference import Quantized
 
 #: Pointers of a launch, of which the first two are read through their tensor maps alone.

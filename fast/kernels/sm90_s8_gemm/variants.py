@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from fast.cost import Coefficients, Time, quickest
 from fast.kernels.hopper.wgmma import header, product
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import KINDS, MOST_SHARED, MULTIPROCESSORS, at_once
+from fast.launch.cuda import KINDS, MOST_SHARED, MULTIPROCESSORS, Kernel, at_once
 
 C = Coefficients("sm90_s8_gemm")
 #: PTX's names of elements, by the names of their dtypes; a product is of one of them. Sums of floats are the tensor core's.

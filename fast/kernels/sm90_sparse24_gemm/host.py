@@ -22,9 +22,8 @@ from fast.kernels.sm90_sparse24_gemm.variants import (
 )
 from fast.launch import cuda
 from fast.launch.call import Call
-from fast.launch.cuda import BIAS, CudaLaunch, Maps
+from fast.launch.cuda import BIAS, GROUP, CudaLaunch, Maps, processors_of
 from fast.launch.driver import tensor_map
-from fast.launch.hopper import GROUP, processors_of
 
 #: Tokens of the smallest tile that the copy engine writes.
 LEAST_STORED = 128

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from fast.cost import Coefficients, Time, quickest
 from fast.kernels.hopper.wgmma import header, product
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import KINDS, MOST_SHARED, MULTIPROCESSORS, at_once
+from fast.launch.cuda import KINDS, MOST_SHARED, MULTIPROCESSORS, Kernel, at_once
 
 C = Coefficients("sm90_sparse24_gemm")
 #: Bytes of a row of x in a panel.

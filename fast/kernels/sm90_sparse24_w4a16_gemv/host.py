@@ -24,7 +24,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
     choose,
     rows_of_tiles,
 )
-from fast.launch import cuda, hopper
+from fast.launch import cuda
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch
 from fast.launch.launcher import same_device
@@ -165,7 +165,7 @@ def _recorded(x: torch.Tensor, first: Weight, second: Weight, launch: CudaLaunch
 
 def is_served(x: torch.Tensor) -> bool:
     """Whether dtype and device are those of the kernel."""
-    return x.dtype in INPUTS and hopper.is_served(x)
+    return x.dtype in INPUTS and cuda.is_served(x)
 
 
 @lru_cache(maxsize=4096)

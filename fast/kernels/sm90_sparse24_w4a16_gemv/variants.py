@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fast.cost import Coefficients, Time, quickest
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import AT_ONCE, MOST_SHARED, REGISTERS, SHARED, SYSTEM
+from fast.launch.cuda import AT_ONCE, MOST_SHARED, REGISTERS, SHARED, SYSTEM, Kernel
 
 C = Coefficients("sm90_sparse24_w4a16_gemv")
 #: Columns that a stage may have.

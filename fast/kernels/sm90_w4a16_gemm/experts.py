@@ -17,8 +17,7 @@ from fast.kernels.triton_small_m.grouped import check_experts
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.cuda import CudaLaunch, Maps
-from fast.launch.hopper import GROUP, MULTIPROCESSORS, processors_of
+from fast.launch.cuda import GROUP, MULTIPROCESSORS, CudaLaunch, Maps, processors_of
 from fast.launch.launcher import ceil_div
 
 #: Pointers of a launch: those of `host`, and the row after each expert's last one.

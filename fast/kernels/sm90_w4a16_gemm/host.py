@@ -20,9 +20,8 @@ from fast.kernels.triton_small_m.host import check_row_scales
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.cuda import BIAS, CudaLaunch, Maps
+from fast.launch.cuda import BIAS, GROUP, CudaLaunch, Maps, processors_of
 from fast.launch.driver import tensor_map
-from fast.launch.hopper import GROUP, processors_of
 
 #: Pointers of a launch; behind them scales of rows, where these have some. x is read through its tensor map alone.
 POINTERS = ("x", "codes", "scale", "zero", "bias", "y")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fast.cost import Coefficients, Time, first_row
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, Variant, Weight, fitted
-from fast.launch.hopper import MULTIPROCESSORS, at_once
+from fast.launch.cuda import MULTIPROCESSORS, at_once
 
 C = Coefficients("sm90_w4a16_gemm")
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from fast.kernels.hopper.wgmma import header, product
 from fast.kernels.triton_small_m.layout import FACTORED
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import KINDS, MOST_SHARED
+from fast.launch.cuda import KINDS, MOST_SHARED, Kernel
 
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2

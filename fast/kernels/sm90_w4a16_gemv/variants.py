@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fast.cost import Coefficients, first_row, holds
-from fast.launch.cuda import Kernel
-from fast.launch.hopper import AT_ONCE, KINDS, MOST_SHARED, MULTIPROCESSORS, SHARED, SYSTEM
+from fast.launch.cuda import AT_ONCE, KINDS, MOST_SHARED, MULTIPROCESSORS, SHARED, SYSTEM, Kernel
 from fast.scale_factors import SECOND
 from fast.scale_factors import TERMS as LEVELS
 

@@ -38,8 +38,7 @@ from fast.kernels.triton_gemv.gemv_w8a16 import (
 )
 from fast.kernels.triton_gemv.plain import triton_gemm_small_m_kernel, triton_gemv_any_kernel
 from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.cuda import CudaLaunch
-from fast.launch.hopper import MULTIPROCESSORS
+from fast.launch.cuda import MULTIPROCESSORS, CudaLaunch
 from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS

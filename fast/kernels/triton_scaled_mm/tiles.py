@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fast.cost import Coefficients, holds
-from fast.launch.hopper import MULTIPROCESSORS
+from fast.launch.cuda import MULTIPROCESSORS
 from fast.launch.launcher import ceil_div
 
 C = Coefficients("triton_scaled_mm")

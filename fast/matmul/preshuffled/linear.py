@@ -97,13 +97,12 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the quickest family that takes the product, or the next one where that does not compile or load."""
-    from fast.kernels.triton_small_m import host
+    from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
-    arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *form_of(record, w.shape[1]))  # type: ignore[arg-type]
-    host.check_operands(x, arranged, bias)
+    arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *form_of(record, w.shape[1]))  # type: ignore[arg-type]
     for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype), *values[1:]):
         multiply = family.function("linear")
         y = None if multiply is None else multiply(x, arranged, bias, key=key, record=record)

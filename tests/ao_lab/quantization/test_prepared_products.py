@@ -11,9 +11,9 @@ import ao_lab
 from ao_lab import QuantizedTensor
 from ao_lab.gemm import choices, select
 from ao_lab.gemm.choices import Choice, Problem
-from ao_lab.quantization import prepared_products
-from ao_lab.quantization.prepared_products import MOST_SHAPES
-from fast.launch import direct
+from ao_lab.tensor import matmul_ops
+from ao_lab.tensor.matmul_ops import MOST_SHAPES
+from fast.launch import launcher
 from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
 from tests.support.models.gpu_layers import (
     CONFIGS,
@@ -202,7 +202,7 @@ def test_listeners_hear(gpu, monkeypatch):
     """Hooks of Triton, modes of torch, and gradients."""
     one, x = layer(), inputs(1)
     run(gpu, one, x)
-    monkeypatch.setattr(direct.HOOKS, "launch_enter_hook", lambda *given: None)
+    monkeypatch.setattr(launcher.HOOKS, "launch_enter_hook", lambda *given: None)
     before = gpu.counts()
     run(gpu, one, x)
     assert gpu.counts() == (before[0] + 1, before[1])
@@ -213,7 +213,7 @@ def test_graphs_have_the_product_alone(gpu, monkeypatch):
     """Of a shape that is new while one is captured; a program that is there runs."""
     one, x = layer("int8 by int8"), inputs(1)
     run(gpu, layer("int8 by int8"), x)  # compiles
-    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    monkeypatch.setattr(matmul_ops, "is_captured", lambda: True)
     for _ in range(2):
         _, looked_up, launches = run(gpu, one, x)
         assert (looked_up, len(launches)) == (2, 2)
@@ -222,7 +222,7 @@ def test_graphs_have_the_product_alone(gpu, monkeypatch):
 def test_programs_run_in_graphs(gpu, monkeypatch):
     one, x = layer("int8 by int8"), inputs(1)
     run(gpu, one, x)
-    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    monkeypatch.setattr(matmul_ops, "is_captured", lambda: True)
     _, looked_up, launches = run(gpu, one, x)
     assert (looked_up, len(launches)) == (0, 2)
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab.quantization import prepared_products
-from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
+from ao_lab.tensor import matmul_ops
+from ao_lab.tensor.matmul_ops import FIRST_ROWS, MOST_SHAPES
 from fast.gemm import choose
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from tests.fast.kernels.compiling.recorded_launches import Flat
@@ -239,7 +239,7 @@ def test_shapes_that_are_seen_are_few(gpu):
 def test_nothing_is_prepared_while_a_graph_is_captured(gpu, monkeypatch):
     one, x = layer("int8 by int8"), inputs(MANY)
     run(gpu, one, x)
-    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    monkeypatch.setattr(matmul_ops, "is_captured", lambda: True)
     for _ in range(2):
         _, looked_up, launches = run(gpu, one, x)
         assert (looked_up, len(launches)) == (2, 2)

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.launch import cuda, direct, driver, nvrtc
+from fast.launch import cuda, driver, launcher, nvrtc
 from fast.launch.call import Call
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
@@ -96,9 +96,9 @@ class StandIn:
             mock.patch.object(cuda, "is_loadable", return_value=True),
             mock.patch.object(cuda, "loaded", self._loaded),
             mock.patch.object(cuda, "current_stream", return_value=0),
-            mock.patch.object(direct, "current_stream", return_value=0),
-            mock.patch.object(direct, "current_device", return_value=-1),
-            mock.patch.object(direct, "allocator", return_value=empty),
+            mock.patch.object(launcher, "current_stream", return_value=0),
+            mock.patch.object(launcher, "current_device", return_value=-1),
+            mock.patch.object(launcher, "allocator", return_value=empty),
             mock.patch.object(cuda.CudaLaunch, "run", anew),
             mock.patch.object(Call, "allocate", allocated),
         ):

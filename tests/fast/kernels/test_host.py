@@ -22,7 +22,7 @@ from fast.kernels.quantize.host import POINTERS
 from fast.kernels.rowwise_colwise import mx as both
 from fast.kernels.rowwise_colwise.host import batch_columns, fused_both
 from fast.kernels.scheme.constants import constants_of
-from fast.launch import direct
+from fast.launch import launcher as launching
 from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from reference.quantize.blocks import Blocks
@@ -235,7 +235,9 @@ def test_results_are_fresh(flat, name):
 )
 def test_statistics_start_from_their_fill(flat, monkeypatch, scheme, fill):
     """The memory of a call's statistics is filled again, whatever it held."""
-    monkeypatch.setattr(direct, "allocator", lambda device: lambda shape, strides, dtype: full(shape, dtype))
+    monkeypatch.setattr(
+        launching, "allocator", lambda device: lambda shape, strides, dtype: full(shape, dtype)
+    )
     full = lambda shape, dtype: torch.full(shape, 77, dtype=dtype)  # noqa: E731
     x, seen = normals(640, 24), []
     numbers = ctypes.c_int32 * (24 * len(fill))
@@ -432,7 +434,7 @@ def test_kernels_with_scratch_memory_keep_their_launcher(flat):
     compiled = type("Compiled", (), {"function": 1, "packed_metadata": ()})
     compiled.run = lambda *given: calls.append(given)
     compiled.run.__dict__.update(launch=run.launch, global_scratch_size=16, profile_scratch_size=0)
-    direct.DirectLaunch(compiled, (3, 1, 1), 2, ("tail",)).function(9, [64, None])
+    launching.DirectLaunch(compiled, (3, 1, 1), 2, ("tail",)).function(9, [64, None])
     assert calls == [(3, 1, 1, 9, 1, (), None, None, None, 64, None, "tail")]
 
 
@@ -445,7 +447,7 @@ def test_an_eps_of_another_type_is_not_remembered(flat):
 def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
     """All bytes of a buffer that starts with zeros, on the stream of the launches; other fills are written by torch."""
     zeroed = []
-    monkeypatch.setattr(direct, "_set_bytes", lambda: lambda *given: zeroed.append(given) or 0)
+    monkeypatch.setattr(launching, "_set_bytes", lambda: lambda *given: zeroed.append(given) or 0)
     for _ in range(2):
         fast.quantize_both(MATRIX, "fp8_rowwise")
     statistic = flat.straight[0][1]
@@ -462,7 +464,7 @@ def test_memory_is_zeroed_by_torch_where_the_driver_is_not_found(flat, monkeypat
     monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: filled.append(fill) or made)
     for name in ("no driver", "an error"):
         monkeypatch.setattr(
-            direct, "_set_bytes", lambda name=name: None if name == "no driver" else lambda *_: 1
+            launching, "_set_bytes", lambda name=name: None if name == "no driver" else lambda *_: 1
         )
         for _ in range(2):
             fast.quantize_both(MATRIX, "fp8_rowwise")

@@ -18,7 +18,7 @@ from fast.gemm.choose import codes_beat_torch, takes_codes
 from fast.kernels.triton_scaled_mm.host import launches_for
 from fast.kernels.triton_scaled_mm.tiles import is_faster, tile_of
 from fast.launch import launcher as descriptors
-from fast.launch.hopper import MULTIPROCESSORS
+from fast.launch.cuda import MULTIPROCESSORS
 from fast.launch.launcher import DirectDescriptors, Matrix
 from reference import SCHEMES
 

@@ -16,7 +16,7 @@ import torch
 
 from fast.launch import cuda, driver
 from fast.launch.cuda import BIAS, CudaLaunch, Kernel, Maps
-from fast.launch.program import APART, allocations
+from fast.prepared import APART, allocations
 
 MAP = b"m" * cuda.MAPS
 NAMES = ("x", "w", "bias", "y")

@@ -3,7 +3,7 @@
 While `poisoned` is active, torch.empty and its relatives return memory filled with one byte, cut out of a larger buffer. On
 the way out the bytes around every output must still be that byte. What is allocated in C++ or by a compiled program does not
 come this way; for that, `fill_freed` leaves the byte in memory that the allocator hands out next. `outputs` gives the same to
-launchers that allocate by `direct.allocator`.
+launchers that allocate by `launcher.allocator`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def fill_freed(sizes: Iterable[int], device: torch.device, byte: int) -> None:
 
 
 def outputs(byte: int, buffers: Buffers) -> Callable[..., torch.Tensor]:
-    """What allocates contiguous outputs as `direct.allocator` would, poisoned; `check_guards` looks at the buffers after it."""
+    """What allocates contiguous outputs as `launcher.allocator` would, poisoned; `check_guards` looks at them after it."""
 
     def make(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return _surrounded(_EMPTY(shape, dtype=dtype, device="cuda"), byte, buffers)

@@ -15,7 +15,7 @@ from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm.select import choose
 from fast.launch.call import Call
-from fast.launch.hopper import processors_of
+from fast.launch.cuda import processors_of
 
 
 def made(describe: Callable[[], Call | None], allocate: Any = None) -> Any:

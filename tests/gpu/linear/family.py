@@ -134,7 +134,7 @@ def wrong_of(family: Family, problem: Problem, every: bool) -> Iterator[str]:
 
 
 def fresh(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An output, for what allocates as `direct.allocator` does."""
+    """An output, for what allocates as `launcher.allocator` does."""
     return torch.zeros(shape, dtype=dtype, device="cuda")
 
 

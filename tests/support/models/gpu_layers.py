@@ -15,8 +15,8 @@ from torch import nn
 import ao_lab
 from ao_lab import QuantizedTensor
 from ao_lab.gemm import codes, select
-from ao_lab.quantization import prepared_products
-from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
+from ao_lab.tensor import matmul_ops
+from ao_lab.tensor.matmul_ops import PROGRAMS, PreparedProducts
 from fast import dispatch
 from fast.gemm import choose, families
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
@@ -62,7 +62,7 @@ DYNAMIC = {
 def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
     """CPU tensors pass for a GPU's, of one of the launchers of `recorded_launches`; `calls` are those that were looked up."""
     monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
-    monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
+    monkeypatch.setattr(matmul_ops, "on_gpu", lambda weight: True)
     set_capability(monkeypatch, (9, 0))
     for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)

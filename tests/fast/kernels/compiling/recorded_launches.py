@@ -17,7 +17,7 @@ from fast.kernels.triton_gemv import select
 from fast.kernels.triton_scaled_mm import host as scaled_mm_host
 from fast.kernels.triton_small_m import host as linear_small_host
 from fast.kernels.triton_small_m import pair as linear_small_pair
-from fast.launch import direct
+from fast.launch import launcher as launching
 from fast.launch.call import Call
 
 # Shared by JIT and C function: how Triton names what it compiled.
@@ -74,8 +74,8 @@ class Recorded:
             return compiled
 
         monkeypatch.setattr(JITFunction, "run", run)
-        monkeypatch.setattr(direct, "current_device", lambda: self.device)
-        monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+        monkeypatch.setattr(launching, "current_device", lambda: self.device)
+        monkeypatch.setattr(launching, "current_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", self.guard)
         monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
         monkeypatch.setattr(dispatch, "CALLS", {})

@@ -12,7 +12,7 @@ import torch
 from fast.kernels.attention import sm90
 from fast.kernels.attention.quantize_heads import Heads, padded
 from fast.kernels.attention.sm90 import KERNEL, Problem, Variant
-from fast.launch.hopper import MOST_SHARED
+from fast.launch.cuda import MOST_SHARED
 from reference.attention.quantized import (
     ATTENTION_RECIPES,
     AttentionRecipe,

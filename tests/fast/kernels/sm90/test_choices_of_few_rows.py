@@ -26,7 +26,7 @@ from fast.kernels.sm90_intn_small_m.variants import fitted as intn_fitted
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, rows_of_tiles
 from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant, choose, gains
-from fast.launch.hopper import SHARED, SYSTEM
+from fast.launch.cuda import SHARED, SYSTEM
 from tests.support.family_times import measured
 
 # Preshuffled weights

@@ -24,7 +24,7 @@ from fast.kernels.sm90_w4a16_gemm import variants as gemm
 from fast.kernels.sm90_w4a16_gemm.variants import Weight
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
 from fast.kernels.sm90_w4a16_gemv import variants as gemv
-from fast.launch import cuda, hopper, nvrtc
+from fast.launch import cuda, nvrtc
 from tests.emulator.device.program import parsed
 from tests.emulator.device.stand_in import StandIn
 from tests.fast.kernels.compiling.kernel_samples import by_day, named
@@ -66,7 +66,7 @@ def sparse24_cases():
             yield of(sparse24.fitted(tokens, groups, 1, *cluster, 8, promote=True), E4M3, "bfloat16")
     for kinds, elements in sparse24.ELEMENTS.items():
         yield of(sparse24.fitted(64, 2, 2, 1, 4, elements.bits), kinds, "float16")
-    for out in hopper.KINDS:
+    for out in cuda.KINDS:
         yield of(sparse24.fitted(16, 1, 2, 1, 2, 8), INT8, out)
     outs = ("float16", "bfloat16")
     stored = [(tile, outs[(at + other) % 2]) for other in (0, 1) for at, tile in enumerate(STORED)]
@@ -80,7 +80,7 @@ def gemv_cases():
     for element in gemv.DIRECT:
         form = gemv.Form(element, 32 if element == "e4m3_mx" else 0, False, False, "bfloat16")
         for one in (gemv.Direct(8, 7, 4, 4), gemv.Direct(16, 2, 14, 4)):
-            assert one.shared(form, one.tokens, 4096 // gemv.STEP) <= hopper.MOST_SHARED
+            assert one.shared(form, one.tokens, 4096 // gemv.STEP) <= cuda.MOST_SHARED
             yield gemv.KERNEL, one, form
 
 
@@ -171,14 +171,14 @@ def test_shared_memory_suffices_for_sparse_products(tile, cluster, bits):
     """For at least three stages, and with splits for the sums that take the ring's place."""
     tokens, groups, panels = tile
     one = sparse24.fitted(tokens, groups, panels, *cluster, bits)
-    assert one.shared(bits) <= hopper.MOST_SHARED
+    assert one.shared(bits) <= cuda.MOST_SHARED
     assert one.stages >= 3
     assert one.cluster <= 8
     if one.splits > 1 and tokens <= 128:
         assert groups * tokens * sparse24.PITCH * 4 <= one.ring(bits)
     if tile in STORED:
         stored = sparse24.fitted(*tile, 2, 1, 16, stored=True)
-        assert stored.shared(16) <= hopper.MOST_SHARED
+        assert stored.shared(16) <= cuda.MOST_SHARED
         assert stored.stages >= 5
         assert stored.tokens % stored.chunk == 0
 
@@ -187,7 +187,7 @@ def test_shared_memory_suffices_for_sparse_products(tile, cluster, bits):
 @pytest.mark.parametrize("tokens", S8_TILES)
 def test_shared_memory_suffices_for_codes(tokens, stored):
     one = s8.fitted(tokens, s8.C.pair, stored)
-    assert one.shared <= hopper.MOST_SHARED
+    assert one.shared <= cuda.MOST_SHARED
     assert one.stages >= 4
     assert one.skew < one.stages
     assert one.tokens % one.chunk == 0
@@ -337,13 +337,13 @@ def test_older_assemblers(tile, weight, tmp_path):
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = gemm.fitted(tokens, *cluster, weight)
-    assert one.shared(weight) <= hopper.MOST_SHARED
+    assert one.shared(weight) <= cuda.MOST_SHARED
     assert one.stages >= 4
     if one.splits > 1:
         assert gemm.GROUPS * tokens * sparse24.PITCH * 4 <= one.ring(weight)
     if tokens in select.C.few and one.cluster == 1:
         turned = gemm.fitted(tokens, 1, 1, weight, turns=2)
-        assert turned.shared(weight) <= hopper.MOST_SHARED
+        assert turned.shared(weight) <= cuda.MOST_SHARED
         assert turned.stages in range(4, 13, 2)
 
 
@@ -354,7 +354,7 @@ def test_shared_memory_suffices_for_scales_of_rows(element):
     for tokens in (33, 64, 128, 300, 1024):
         for one in select.candidates(tokens, 4096, weight):
             scaled = gemm.with_scales(one, weight)
-            assert scaled.shared(weight) <= hopper.MOST_SHARED
+            assert scaled.shared(weight) <= cuda.MOST_SHARED
             assert one.stages - one.turns <= scaled.stages <= one.stages
             assert scaled.name == one._replace(stages=scaled.stages).name + "x"
 

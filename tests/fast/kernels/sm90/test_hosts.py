@@ -23,7 +23,7 @@ from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv.variants import Variant
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
-from fast.launch import cuda, hopper
+from fast.launch import cuda
 from tests.gpu.sparsity.cases import as_tensors, exact_case
 from tests.support.family_times import launch_for, rows_fused
 
@@ -54,9 +54,9 @@ def refusing(monkeypatch):
 def test_devices(monkeypatch, change):
     values = {"capability": (9, 0), "missing_compiler": None, "interpreted": False} | change
     for name, value in values.items():
-        monkeypatch.setattr(hopper, name, lambda *given, value=value: value)
-    assert hopper.is_served(SimpleNamespace(is_cuda=True, get_device=lambda: 0)) == (not change)
-    assert not hopper.is_served(torch.zeros(1))
+        monkeypatch.setattr(cuda, name, lambda *given, value=value: value)
+    assert cuda.is_served(SimpleNamespace(is_cuda=True, get_device=lambda: 0)) == (not change)
+    assert not cuda.is_served(torch.zeros(1))
 
 
 def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch, refusing):
