@@ -1,4 +1,5 @@
-"""What preshuffled weights store of the scales of blocks: factors of decoded elements, and the two parts of NF4's levels.
+"""A preshuffled weight as kernels read it, and what it stores of the scales of blocks: factors of decoded elements, and the two
+parts of NF4's levels.
 
 Scales that are multiplied into 16-bit elements without rounding, as the product of few rows stores them.
 
@@ -28,7 +29,7 @@ float32: `reference.linear_error_bound` has 2 K + 6 of them and sums take 19/16 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +40,8 @@ from reference.schemes.schemes import record_of
 
 #: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
 ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
+#: Rows and columns are filled to multiples of this.
+FILLED = 128
 #: Columns of a block.
 BLOCK = 64
 #: Blocks of an outer scale.
@@ -63,6 +66,53 @@ TERMS = {
         (0x36ED, 0x366E), (0x3868, 0x38D9), (0x39AD, 0x3986), (0x3BDD, 0x3B00),
     ),
 }  # fmt: skip
+
+
+def filled(length: int) -> int:
+    """Rows or columns, and those that fill them."""
+    return -(-length // FILLED) * FILLED
+
+
+@dataclass(frozen=True)
+class ArrangedWeight:
+    """Tensors of a preshuffled weight (`fast.matmul.preshuffled.layout`) and what kernels have to know of them. shape: (N, K);
+    element, group: see `form_of`."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    element: str
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """N, filled."""
+        return filled(self.shape[0])
+
+    @property
+    def columns(self) -> int:
+        """K, filled."""
+        return filled(self.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of the weight."""
+        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+
+def check_row_scales(
+    x_scale: torch.Tensor | None, x: torch.Tensor, count: int, name: str = "linear_small"
+) -> None:
+    """ValueError, of the kernel of this name, where there are scales of inputs that are not one in float32 for each row, beside
+    them on their device."""
+    if x_scale is None:
+        return
+    if x_scale.numel() != count or x_scale.dtype != torch.float32 or x_scale.device != x.device:
+        raise ValueError(
+            f"{name}: scales {tuple(x_scale.shape)} in {x_scale.dtype} on {x_scale.device} of inputs {tuple(x.shape)} on "
+            f"{x.device}: there must be one in float32 for each row, on the same device"
+        )
 
 
 def element_with_levels(scheme: Scheme) -> str | None:

@@ -330,7 +330,7 @@ def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Itera
     if w.meta.layout != PRESHUFFLED:
         p = of_stored(w.quantized, rows, dtype)
         return choose(p), p
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     stored = w.stored
     shape = (int(stored.shape[0]), int(stored.shape[1]))

@@ -134,8 +134,8 @@ def _gemm_is_faster(p: Problem) -> bool:
     least, most = C.asked_for
     if not least <= p.rows <= most:
         return False
-    from fast.kernels.sm90_w4a16_gemm.select import microseconds_of_few
-    from fast.kernels.triton_small_m.tilings import microseconds
+    from fast.kernels.sm90_w4a16_gemm.host import microseconds_of_few
+    from fast.kernels.triton_small_m.host import microseconds
 
     weight = SM90_W4A16_GEMM.chosen(p).problem.weight
     product, processors = (int(p.rows), p.n, p.k), p.device.processors
@@ -147,7 +147,7 @@ def _gemv_is_faster(p: Problem) -> bool:
     """Whether `sm90_w4a16_gemv` takes it, and was measured to be faster than `triton_small_m`."""
     if SM90_W4A16_GEMV.refusal(p) is not None:
         return False
-    from fast.kernels.sm90_w4a16_gemv.variants import gains
+    from fast.kernels.sm90_w4a16_gemv.host import gains
 
     chosen = SM90_W4A16_GEMV.chosen(p)
     return chosen is not None and gains(chosen.problem, int(p.rows), p.n, p.k)
@@ -215,7 +215,7 @@ def rows_stored(p: Problem) -> int:
 
 def _rows_of_packed(p: Problem) -> int:
     """The most rows that `sm90_intn_small_m` multiplies faster than torch does with the dense weight; 0 where it takes none."""
-    from fast.kernels.sm90_intn_small_m.variants import most_rows
+    from fast.kernels.sm90_intn_small_m.host import most_rows
 
     one = p._replace(rows=most_rows(p.n))
     is_taken = SM90_INTN_SMALL_M.refusal(p._replace(rows=1)) is None
@@ -288,7 +288,7 @@ def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sum
 
     Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
     """
-    from fast.kernels.triton_scaled_mm.tiles import is_faster
+    from fast.kernels.triton_scaled_mm.host import is_faster
 
     tensorwise = {record_of(scheme).scale.block for scheme in (x, w)} == {"tensor"}
     return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)
@@ -316,7 +316,7 @@ def float8_of_training(
     """Of rows by a matrix (N, K) of a training step, both float8, on Hopper: `triton_scaled_mm` where it is quicker, and in
     brief products, launched one by one (`launched`), whose bits are the same: under powers of two, and where neither family
     adds a sum in parts. Else `torch_scaled_mm`."""
-    from fast.kernels.triton_scaled_mm.tiles import C as TILES
+    from fast.kernels.triton_scaled_mm.host import C as TILES
 
     whole = shape[1] < TILES.long and not any(length % TILE for length in (rows, *shape))
     brief = launched and 2 * rows * shape[0] * shape[1] <= C.brief

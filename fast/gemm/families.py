@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
     from reference import Quantized, Scheme
 
 #: Layouts of a weight: as `reference.quantize` stores it, in the order of the tensor core's fragments, as 8-bit codes beside
@@ -263,7 +263,7 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
 
 
 def _sm90_w4a16_gemv(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, Form, choose
+    from fast.kernels.sm90_w4a16_gemv.host import KERNEL, Form, choose
 
     form = Form(p.element, p.group, p.zero, p.inputs == torch.float16, _name(p.inputs))
     variant = choose(form, int(p.rows), p.n, p.k)
@@ -271,29 +271,28 @@ def _sm90_w4a16_gemv(p: Problem) -> Chosen | None:
 
 
 def _triton_small_m(p: Problem) -> Chosen:
-    from fast.kernels.triton_small_m import grouped, pair, tilings
+    from fast.kernels.triton_small_m import grouped, host, pair
 
     facts = p.n, p.k, p.element
     if p.experts:
         count = round(p.rows * p.experts)
         at_once = grouped.rows_at_once(count, p.experts)
         return Chosen((at_once, *grouped.tile_of(*facts, count, p.experts)))
-    tiling = pair.pair_tiling if p.products > 1 else tilings.tiling_of
+    tiling = pair.pair_tiling if p.products > 1 else host.tiling_of
     return Chosen(tiling(*facts, p.group, int(p.rows)))
 
 
 def _sm90_w4a16_gemm(p: Problem) -> Chosen:
-    from fast.kernels.sm90_w4a16_gemm import experts, select, variants
+    from fast.kernels.sm90_w4a16_gemm import experts, host
 
-    weight = variants.Weight(p.element, p.zero, max(1, variants.ATOM // (p.group or variants.ATOM)))
-    choose, count = (experts.choose, (p.experts,)) if p.experts else (select.choose, ())
+    weight = host.Weight(p.element, p.zero, max(1, host.ATOM // (p.group or host.ATOM)))
+    choose, count = (experts.choose, (p.experts,)) if p.experts else (host.choose, ())
     one = choose(ceil(p.rows), *count, p.n, p.k, weight, p.device.processors)
-    return Chosen(one, variants.KERNEL, variants.Problem(weight, _name(p.inputs)))
+    return Chosen(one, host.KERNEL, host.Problem(weight, _name(p.inputs)))
 
 
 def _sm90_intn_small_m(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_intn_small_m.host import form_of
-    from fast.kernels.sm90_intn_small_m.variants import KERNEL, choose
+    from fast.kernels.sm90_intn_small_m.host import KERNEL, choose, form_of
 
     scheme, axis, packed = p.weight  # type: ignore[misc]
     form = form_of(scheme, p.shape, axis, packed)
@@ -305,8 +304,8 @@ def _sm90_intn_small_m(p: Problem) -> Chosen | None:
 
 
 def _sm90_s8_gemm(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_s8_gemm.variants import KERNEL, choose
-    from fast.kernels.sm90_s8_gemm.variants import Problem as Codes
+    from fast.kernels.sm90_s8_gemm.host import KERNEL, choose
+    from fast.kernels.sm90_s8_gemm.host import Problem as Codes
 
     variant = choose(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors)
     return variant and Chosen(variant, KERNEL, Codes(p.element, _name(p.inputs)))
@@ -337,7 +336,7 @@ def _triton_sparse24_small_m(p: Problem) -> Chosen:
 
 
 def _triton_scaled_mm(p: Problem) -> Chosen:
-    from fast.kernels.triton_scaled_mm.tiles import int_tile_of, tile_of
+    from fast.kernels.triton_scaled_mm.host import int_tile_of, tile_of
 
     sizes = int(p.rows), p.n, p.k
     return Chosen(int_tile_of(*sizes) if p.element == "int8" else tile_of(*sizes, fast_sums=False))

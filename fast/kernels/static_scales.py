@@ -19,7 +19,7 @@ from fast.kernels.quantize.geometry import LARGEST_TILE, TILE
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
-from fast.kernels.sm90_s8_gemm.variants import C
+from fast.kernels.sm90_s8_gemm.host import C
 from fast.kernels.tile.quantize import loaded_scales
 from fast.launch.call import Call
 from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, power_above

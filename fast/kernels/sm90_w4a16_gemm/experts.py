@@ -11,14 +11,23 @@ import torch
 
 from fast.cost import Time, quickest
 from fast.kernels.sm90_w4a16_gemm import host
-from fast.kernels.sm90_w4a16_gemm.select import C, stage
-from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, KERNEL, Problem, Variant, Weight, fitted
+from fast.kernels.sm90_w4a16_gemm.host import (
+    ATOM,
+    FEATURES,
+    KERNEL,
+    C,
+    Problem,
+    Variant,
+    Weight,
+    fitted,
+    stage,
+)
 from fast.kernels.triton_small_m.grouped import check_experts
-from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import GROUP, MULTIPROCESSORS, CudaLaunch, Maps, processors_of
 from fast.launch.launcher import ceil_div
+from fast.scale_factors import ArrangedWeight
 
 #: Pointers of a launch: those of `host`, and the row after each expert's last one.
 POINTERS = (*host.POINTERS, "ends")

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from fast.cost import first_row
-from fast.kernels.triton_small_m.host import INPUTS
-from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
+from fast.kernels.triton_small_m.host import BITS, INPUTS, C, block_m_of
 from fast.kernels.triton_small_m.product import triton_small_m_experts_kernel
-from fast.kernels.triton_small_m.tilings import BITS, C, block_m_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.scale_factors import ArrangedWeight, filled
 
 #: The most rows of X that a program takes at once.
 MOST_TILE = 64

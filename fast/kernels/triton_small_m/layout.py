@@ -15,7 +15,6 @@ Rows and columns that do not exist become codes of 0, which meet inputs that are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +28,13 @@ from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, ceil_div, same_device
 from fast.scale_factors import (
     BLOCK,
+    FILLED,
     LEAST,
+    ArrangedWeight,
     element_with_factors,
     element_with_levels,
     factors_of,
+    filled,
     scales_with_parts,
     values_reason,
 )
@@ -42,8 +44,6 @@ from reference.quantize.quantize import check_quantized
 
 #: Rows and columns of an atom.
 ATOM = 64
-#: What both are filled to multiples of.
-FILLED = 128
 #: Words of an atom, by the element.
 WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024, "nf4": 512}
 #: Elements whose scales are factors.
@@ -51,38 +51,6 @@ FACTORED = ("e2m1", "e4m3_mx")
 #: Zero points of int4 that decoding takes.
 LOWEST, HIGHEST = -8, 7
 WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ArrangedWeight:
-    """See the module text. shape: (N, K); group: columns of a block, 0 where a row is one."""
-
-    words: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-    shape: tuple[int, int]
-    element: str
-    group: int
-
-    @property
-    def rows(self) -> int:
-        """N, filled."""
-        return filled(self.shape[0])
-
-    @property
-    def columns(self) -> int:
-        """K, filled."""
-        return filled(self.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a product reads of the weight."""
-        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
-
-
-def filled(length: int) -> int:
-    """Rows or columns of whole tiles."""
-    return ceil_div(length, FILLED) * FILLED
 
 
 def element_of(weight: Weight) -> str | None:

@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 
-from fast.kernels.triton_small_m.host import INPUTS, PART, PART_WARPS, Launches, check_operands
-from fast.kernels.triton_small_m.layout import FACTORED, ArrangedWeight, filled
+from fast.kernels.triton_small_m.host import (
+    INPUTS,
+    PART,
+    PART_WARPS,
+    Launches,
+    Tiling,
+    check_operands,
+    tiling_of,
+)
+from fast.kernels.triton_small_m.layout import FACTORED
 from fast.kernels.triton_small_m.product import sum_pair_splits_kernel, triton_small_m_pair_kernel
-from fast.kernels.triton_small_m.tilings import Tiling, tiling_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.scale_factors import ArrangedWeight, filled
 
 #: The most rows of X: what a tile of 16 rows holds.
 MOST_ROWS = 16

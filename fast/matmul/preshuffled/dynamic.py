@@ -168,7 +168,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """Of 16-bit rows by a kernel in front of the product's; of others `linear_small` of what the inputs' scheme makes of them
     in their dtype, and so of values, which 16-bit floats hold exactly, that the kernel of many rows multiplies faster."""
     from fast.kernels import exact_inputs
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):

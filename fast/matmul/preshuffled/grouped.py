@@ -22,7 +22,7 @@ from reference import Quantized
 from reference.schemes.schemes import record_of
 
 if TYPE_CHECKING:
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
 #: Rows of an expert, on average, that are read as stored where `sm90_w4a16_gemm` takes no weights: those of `triton_small_m`.
 MOST_AVERAGE = 64
@@ -99,7 +99,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 
 def _arranged(w: Quantized) -> ArrangedWeight:
     """Weights of experts as kernels take them."""
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     shape = (w.shape[1], w.shape[2])
     return ArrangedWeight(w.codes, w.scale, w.zero, shape, *form_of(w.scheme, shape[1]))

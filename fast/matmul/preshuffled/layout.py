@@ -31,10 +31,12 @@ from fast.dispatch import is_traced
 from fast.scale_factors import (
     BLOCK,
     ELEMENTS,
+    FILLED,
     LEAST,
     element_with_factors,
     element_with_levels,
     factors_of,
+    filled,
     group_of,
     parts_of,
     scales_of,
@@ -43,8 +45,6 @@ from fast.scale_factors import (
 )
 from reference import Quantized, Scheme
 
-#: Rows and columns are filled to multiples of this.
-FILLED = 128
 #: Lengths of experts are multiples of this, 16 bytes, where torch multiplies them made dense (`torch._grouped_mm`).
 GROUPED = 8
 #: Those of 4 bits.
@@ -58,11 +58,6 @@ STORAGES = {
 }  # fmt: skip
 #: Zero points of 4-bit codes that the kernel takes.
 LOWEST, HIGHEST = -8, 7
-
-
-def filled(length: int) -> int:
-    """Rows or columns, and those that fill them."""
-    return -(-length // FILLED) * FILLED
 
 
 def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | None:

@@ -97,7 +97,7 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the quickest family that takes the product, or the next one where that does not compile or load."""
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
@@ -244,7 +244,7 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     """The most rows of a dtype that read a preshuffled matrix (N, K) as it is stored, on the device where it is; 0 for none."""
     if dtype not in INPUTS or not w.codes.is_cuda:
         return 0
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     form = form_of(w.scheme, w.shape[1])
     p = of_preshuffled(ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form), 1, dtype)

@@ -33,7 +33,7 @@ from reference.matmul.linear import check_linear
 from reference.schemes.schemes import record_of
 
 if TYPE_CHECKING:
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
 TENSORS = "Tensor codes, Tensor scale, Tensor? zero, Tensor codes2, Tensor scale2, Tensor? zero2"
 SCHEMA = f"(Tensor x, {TENSORS}, SymInt[] shape, str scheme) -> "
@@ -84,7 +84,7 @@ def _separate(record: Any, values: Values, operands: Operands) -> tuple[Any, Any
 
 def _arranged(record: Any, values: Values, operands: Operands) -> list[ArrangedWeight]:
     """Both weights as the kernels take them."""
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
 
     form, (_, *stored) = form_of(record, values[0][1]), operands
     return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]

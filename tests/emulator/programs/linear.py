@@ -23,8 +23,8 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels import static_scales
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.triton_scaled_mm import host as codes
-from fast.kernels.triton_scaled_mm import tiles
-from fast.kernels.triton_scaled_mm.tiles import MANY
+from fast.kernels.triton_scaled_mm import host as scaled_mm
+from fast.kernels.triton_scaled_mm.host import MANY
 from fast.quantize.static_scales import quantize_rows, rows_record
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
@@ -150,7 +150,7 @@ INT_CODES = (
 
 def compare_int_codes() -> None:
     """Rows of integers as codes of all sizes, zero points too: sums are exact, so that results are the reference's."""
-    tiles.LONG = 4096
+    scaled_mm.LONG = 4096
     for number, ((m, n, k), left, right, dtype, tile) in enumerate(INT_CODES):
         x = reference.quantize(inputs(m, k, torch.float32, number) + 0.4, left)
         w = reference.quantize(inputs(n, k, torch.float32, number + 9), right)
@@ -164,7 +164,7 @@ def compare_int_codes() -> None:
 
 def compare_codes() -> None:
     """Rows of 8-bit floats as codes: sums are exact, so that results are the reference's."""
-    tiles.LONG = 4096
+    scaled_mm.LONG = 4096
     for number, ((m, n, k), left, right, dtype, fast_sums) in enumerate(CODES):
         x, w = exact_weight(SCHEMES[left], m, k, number), exact_weight(SCHEMES[right], n, k, number + 9)
         for bias in (None, torch.arange(n) / 3):

@@ -26,8 +26,8 @@ from fast.kernels.exact_inputs import row_codes_kernel
 from fast.kernels.scheme.constants import block_op, constants_of
 from fast.kernels.triton_small_m import grouped, host, pair
 from fast.kernels.triton_small_m.dense import arranged_dense
+from fast.kernels.triton_small_m.host import Tiling
 from fast.kernels.triton_small_m.layout import restored_codes
-from fast.kernels.triton_small_m.tilings import Tiling
 from fast.launch.launcher import power_above
 from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.dynamic import CODES, kind_of, linear_small_dynamic

@@ -6,9 +6,8 @@ import torch
 from fast.cost import first_row
 from fast.gemm import choose
 from fast.gemm.families import HOPPER, PRESHUFFLED, Problem
-from fast.kernels.sm90_w4a16_gemm.select import C, microseconds_of_few
-from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
-from fast.kernels.triton_small_m import tilings
+from fast.kernels.sm90_w4a16_gemm.host import ATOM, C, Weight, microseconds_of_few
+from fast.kernels.triton_small_m import host as small_m
 
 UP, DOWN, QKV, SMALL = (14336, 4096), (4096, 14336), (6144, 4096), (1024, 4096)
 #: Microseconds on an H200 of the tile that `choose` takes, and of `linear_small`, by shape and rows.
@@ -54,7 +53,7 @@ def own_time(rows, n, k, weight, processors=132):
 
 
 def other_time(rows, n, k, weight, processors=132):
-    return tilings.microseconds(rows, n, k, *weight, processors)
+    return small_m.microseconds(rows, n, k, *weight, processors)
 
 
 CELLS = [
@@ -95,7 +94,7 @@ def test_small_weights_stay():
 
 def test_what_was_not_timed():
     """The element without zero points, then without groups."""
-    for table in (C.few_steps, tilings.C.steps):
+    for table in (C.few_steps, small_m.C.steps):
         assert {id(first_row(table, **weight._asdict())) for weight in (*H100, NF4)} == set(map(id, table))
         of = lambda *weight: first_row(table, **Weight(*weight)._asdict())  # noqa: B023, E731
         assert of("int4", True, 2) is of("int4", False, 2)

@@ -15,8 +15,7 @@ if platform.system() != "Linux":
 import triton.backends.nvidia.driver as driver
 
 from fast.gemm.choose import codes_beat_torch, takes_codes
-from fast.kernels.triton_scaled_mm.host import launches_for
-from fast.kernels.triton_scaled_mm.tiles import is_faster, tile_of
+from fast.kernels.triton_scaled_mm.host import is_faster, launches_for, tile_of
 from fast.launch import launcher as descriptors
 from fast.launch.cuda import MULTIPROCESSORS
 from fast.launch.launcher import DirectDescriptors, Matrix

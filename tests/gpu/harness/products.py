@@ -13,7 +13,7 @@ from fast.kernels.sm90_sparse24_gemm import host as sparse24
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
-from fast.kernels.sm90_w4a16_gemm.select import choose
+from fast.kernels.sm90_w4a16_gemm.host import choose
 from fast.launch.call import Call
 from fast.launch.cuda import processors_of
 

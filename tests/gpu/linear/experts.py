@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from fast.kernels.sm90_w4a16_gemm import experts as gemm
-from fast.kernels.sm90_w4a16_gemm import variants as decoding
+from fast.kernels.sm90_w4a16_gemm import host as decoding
 from fast.kernels.triton_small_m import grouped
 from fast.kernels.triton_small_m.dense import arranged_dense
-from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.scale_factors import ArrangedWeight
 from tests.gpu.harness.products import w4a16_gemm_of_experts
 from tests.gpu.harness.subject import in_threads
 from tests.gpu.harness.timing import Call

@@ -20,10 +20,11 @@ from ao_lab import SchemeConfig, compile_options, quantize_
 from fast.gemm.choose import choose
 from fast.gemm.families import of_preshuffled
 from fast.kernels.triton_small_m import host, pair
-from fast.kernels.triton_small_m.layout import ArrangedWeight, arrange
-from fast.kernels.triton_small_m.tilings import Tiling
+from fast.kernels.triton_small_m.host import Tiling
+from fast.kernels.triton_small_m.layout import arrange
 from fast.matmul.preshuffled import linear
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
+from fast.scale_factors import ArrangedWeight
 from reference import Quantized
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, same_bits
 from tests.gpu.harness.timing import Call, measured

@@ -19,11 +19,10 @@ from ao_lab.tensor.quantized_tensor import from_quantized
 from fast import dispatch
 from fast.gemm import families
 from fast.kernels.sm90_intn_small_m import host
-from fast.kernels.sm90_intn_small_m.variants import KERNEL, Form, Variant, choose, placed
+from fast.kernels.sm90_intn_small_m.host import KERNEL, Form, Variant, choose, placed
 from fast.kernels.sm90_s8_gemm import host as s8_host
-from fast.kernels.sm90_s8_gemm import variants as s8_variants
 from fast.kernels.triton_scaled_mm import host as scaled_host
-from fast.kernels.triton_scaled_mm.tiles import Tile, int_tile_of
+from fast.kernels.triton_scaled_mm.host import Tile, int_tile_of
 from reference import SCHEMES, Quantized, Scheme
 from tests.gpu.harness.products import s8_gemm
 from tests.gpu.harness.subject import Asked, Check, differs, in_threads
@@ -216,7 +215,7 @@ def drawn_codes(problem: Problem) -> tuple[Quantized, Quantized, Any, torch.Tens
 def s8_variants_of(problem: Problem, every: bool) -> list[Any]:
     """All that are compared, each with as many stages as fit."""
     stored = s8_host.is_stored(problem.dtype)
-    return [s8_variants.fitted(tokens, pair, stored, skew) for tokens, pair, skew in S8_VARIANTS]
+    return [s8_host.fitted(tokens, pair, stored, skew) for tokens, pair, skew in S8_VARIANTS]
 
 
 def by_s8(x: Quantized, w: Quantized, given: Any = None, variant: Any = None, allocate: Any = None) -> Any:
@@ -228,7 +227,7 @@ def by_s8(x: Quantized, w: Quantized, given: Any = None, variant: Any = None, al
 def compile_s8(pairs: Iterable[tuple[Problem, Any]]) -> None:
     """Into the cache of cubins."""
     tasks = [(one, s8_host.problem_of(problem.dtype)) for problem, one in pairs]
-    in_threads(lambda task: s8_variants.KERNEL.cubin(*task), tasks)
+    in_threads(lambda task: s8_host.KERNEL.cubin(*task), tasks)
 
 
 def by_tiles(x: Quantized, w: Quantized, given: Any = None, tile: Any = None, allocate: Any = None) -> Any:
@@ -307,7 +306,7 @@ def wrong_route() -> Iterator[str]:
     for call in ("first", "again"):
         yield from differs(call, fast.linear_of_codes(x, w, bias, dtype=dtype), right)
     steps = [step for call, _ in dispatch.CALLS.values() for step in getattr(call, "steps", ())]
-    if not any(getattr(launch, "kernel", None) is s8_variants.KERNEL for launch, *_ in steps):
+    if not any(getattr(launch, "kernel", None) is s8_host.KERNEL for launch, *_ in steps):
         yield "the kernel was not taken"
 
 

@@ -16,15 +16,13 @@ import torch
 
 import fast
 from fast.gemm import families
-from fast.kernels.sm90_w4a16_gemm import select as gemm_select
-from fast.kernels.sm90_w4a16_gemm import variants as gemm_variants
+from fast.kernels.sm90_w4a16_gemm import host as gemm_host
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
-from fast.kernels.sm90_w4a16_gemv import variants as gemv_variants
 from fast.kernels.triton_small_m import host
 from fast.kernels.triton_small_m.dense import arranged_dense
-from fast.kernels.triton_small_m.layout import ArrangedWeight, filled, restored_codes
+from fast.kernels.triton_small_m.layout import restored_codes
 from fast.matmul.preshuffled import layout
-from fast.scale_factors import SECOND, TERMS
+from fast.scale_factors import SECOND, TERMS, ArrangedWeight, filled
 from tests.gpu.harness.products import w4a16_gemm
 from tests.gpu.harness.subject import Asked, Check, beyond, differs, in_processes, in_threads
 from tests.gpu.harness.timing import Call, several
@@ -126,12 +124,12 @@ SMALL, COLUMNS = (256, 1024), 64
 def form_of(scheme: str, dtype: torch.dtype, out: torch.dtype | None = None) -> Any:
     """Of a scheme's weights, inputs and outputs in a dtype."""
     zero, name = scheme.endswith("asymmetric"), str(out or dtype).removeprefix("torch.")
-    return gemv_variants.Form(*weights.KINDS[scheme], zero, dtype == FP16, name)
+    return gemv_host.Form(*weights.KINDS[scheme], zero, dtype == FP16, name)
 
 
 def dtypes_of(scheme: str) -> tuple[torch.dtype, ...]:
     """Of inputs that the kernel takes."""
-    return (BF16,) if weights.KINDS[scheme][0] in gemv_variants.FACTORED else (BF16, FP16)
+    return (BF16,) if weights.KINDS[scheme][0] in gemv_host.FACTORED else (BF16, FP16)
 
 
 def gemv(x: Any, w: ArrangedWeight, bias: Any = None, variant: Any = None, allocate: Any = None) -> Any:
@@ -142,8 +140,8 @@ def gemv(x: Any, w: ArrangedWeight, bias: Any = None, variant: Any = None, alloc
 def all_gemv_variants(problem: Problem, every: bool = True) -> list[Any]:
     """The rule's first, words straight from memory, then tall programs or all sizes, by the element."""
     form = form_of(problem.scheme, problem.dtype)
-    rule = gemv_variants.choose(form, problem.rows, *problem.shape)
-    tall = form.element in TALL and not isinstance(rule, gemv_variants.Direct)
+    rule = gemv_host.choose(form, problem.rows, *problem.shape)
+    tall = form.element in TALL and not isinstance(rule, gemv_host.Direct)
     others = tall_variants(form, problem, rule) if tall else other_variants(form, problem)
     found = [rule, *direct_variants(form, problem), *others]
     return [one for one in dict.fromkeys(found) if one is not None]
@@ -152,17 +150,17 @@ def all_gemv_variants(problem: Problem, every: bool = True) -> list[Any]:
 def direct_variants(form: Any, problem: Problem) -> Iterator[Any]:
     """Words straight from memory: programs of one wave, and other warps and loads."""
     n, _ = problem.shape
-    tokens = next(size for size in gemv_variants.TILES if problem.rows <= size)
+    tokens = next(size for size in gemv_host.TILES if problem.rows <= size)
     for tiles, warps, loads in product(range(1, min(16, max(1, n // 1440)) + 1), (24, 28, 32), (4, 6)):
-        one = gemv_variants.Direct(tokens, tiles, max(1, warps // tiles), loads)
+        one = gemv_host.Direct(tokens, tiles, max(1, warps // tiles), loads)
         if n // 16 // tiles <= 132 and one.takes(form, problem.rows, *problem.shape):
             yield one
 
 
 def tall_variants(form: Any, problem: Problem, rule: Any) -> Iterator[Any]:
     """The rule's with x the other way, and other tables; then other sizes, each with the parts of K that fill a device."""
-    (n, k), count, fitted = problem.shape, problem.rows, gemv_variants.fitted
-    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_variants.TILES if count <= size)
+    (n, k), count, fitted = problem.shape, problem.rows, gemv_host.fitted
+    steps, tokens = k // gemv_host.STEP, next(size for size in gemv_host.TILES if count <= size)
     if rule is not None:
         sizes = tuple(rule[:4])
         yield fitted(form, sizes, count, steps, rule.at_once, streamed=not rule.streamed, tabled=rule.tabled)
@@ -179,7 +177,7 @@ def tall_variants(form: Any, problem: Problem, rule: Any) -> Iterator[Any]:
 def other_variants(form: Any, problem: Problem) -> Iterator[Any]:
     """All sizes, x before or in stages, the weight asked for ahead or not."""
     (n, k), count = problem.shape, problem.rows
-    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_variants.TILES if count <= size)
+    steps, tokens = k // gemv_host.STEP, next(size for size in gemv_host.TILES if count <= size)
     ways = ((True, False), (True, True), (False, True))
     for blocks, phases, splits, at_once, (streamed, ahead) in product(
         (1, 2), (2, 3, 4), (1, 2, 4), (1, 2), ways
@@ -187,14 +185,14 @@ def other_variants(form: Any, problem: Problem) -> Iterator[Any]:
         programs = n // 64 // blocks * splits
         if steps // splits >= 2 and 60 <= programs <= 132 * at_once and blocks * phases in (3, 4):
             sizes = (tokens, blocks, phases, splits)
-            one = gemv_variants.fitted(form, sizes, count, steps, at_once, streamed=streamed, ahead=ahead)
+            one = gemv_host.fitted(form, sizes, count, steps, at_once, streamed=streamed, ahead=ahead)
             yield one if one is not None and one.stages >= 2 else None
 
 
 def compile_gemv(pairs: Iterable[tuple[Problem, Any]], out: torch.dtype | None = None) -> None:
     """Into the cache of cubins."""
     tasks = [(one, form_of(problem.scheme, problem.dtype, out)) for problem, one in pairs if one is not None]
-    in_threads(lambda task: gemv_variants.KERNEL.cubin(*task), tasks)
+    in_threads(lambda task: gemv_host.KERNEL.cubin(*task), tasks)
 
 
 def gemv_peers(scheme: str, shape: Shape, held: list[Any]) -> Any:
@@ -303,9 +301,9 @@ def gemm(
 def gemm_variants_of(problem: Problem, every: bool) -> list[Any]:
     """The rule's, or the best ones of the model too, that first."""
     weight, (n, k) = weights.decoded(problem.scheme), problem.shape
-    rule = gemm_select.choose(problem.rows, n, k, weight)
-    others = gemm_select.candidates(problem.rows, k, weight) if every else ()
-    ordered = sorted(others, key=lambda one: gemm_select.nanoseconds(one, problem.rows, n, k, weight))
+    rule = gemm_host.choose(problem.rows, n, k, weight)
+    others = gemm_host.candidates(problem.rows, k, weight) if every else ()
+    ordered = sorted(others, key=lambda one: gemm_host.nanoseconds(one, problem.rows, n, k, weight))
     return [*dict.fromkeys([rule, *ordered[:4]])]
 
 
@@ -314,9 +312,9 @@ def compile_gemm(pairs: Iterable[tuple[Problem, Any]], scaled: bool = False) -> 
     tasks = set()
     for problem, one in pairs:
         weight, dtype = weights.decoded(problem.scheme), str(problem.dtype).removeprefix("torch.")
-        made = gemm_variants.with_scales(one, weight) if scaled else one
-        tasks.add((made, gemm_variants.Problem(weight, dtype)))
-    in_threads(lambda task: gemm_variants.KERNEL.cubin(*task), tasks)
+        made = gemm_host.with_scales(one, weight) if scaled else one
+        tasks.add((made, gemm_host.Problem(weight, dtype)))
+    in_threads(lambda task: gemm_host.KERNEL.cubin(*task), tasks)
 
 
 def gemm_peers(scheme: str, shape: Shape, held: list[Any]) -> Any:

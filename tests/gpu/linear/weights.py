@@ -9,11 +9,11 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
-from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
+from fast.kernels.sm90_w4a16_gemm.host import ATOM, Weight
 from fast.kernels.triton_small_m import host
 from fast.kernels.triton_small_m.dense import arranged_dense
-from fast.kernels.triton_small_m.layout import FACTORED, WORDS, ArrangedWeight, filled
-from fast.scale_factors import EXPONENTS, rows_of_words, rows_with_parts
+from fast.kernels.triton_small_m.layout import FACTORED, WORDS
+from fast.scale_factors import EXPONENTS, ArrangedWeight, filled, rows_of_words, rows_with_parts
 from reference import Quantized
 from tests.gpu.linear.family import Problem, bounded_product, exact_product
 from tests.support.linear_cases import distance_allowed, exact_levels, inputs, weight

@@ -20,7 +20,7 @@ from ao_lab.tensor.matmul_ops import PROGRAMS, PreparedProducts
 from fast import dispatch
 from fast.gemm import choose, families
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
-from fast.kernels.sm90_s8_gemm.variants import fitted
+from fast.kernels.sm90_s8_gemm.host import fitted
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.launch import cuda, driver
 from fast.launch.call import Call

@@ -14,18 +14,17 @@ from fast.gemm import families
 from fast.gemm.families import CODES, PLAIN, SPARSE, SPARSE_INT4
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_s8_gemm import host as s8
-from fast.kernels.sm90_s8_gemm.variants import Problem
+from fast.kernels.sm90_s8_gemm.host import Problem
 from fast.kernels.sm90_sparse24_gemm import arrange
 from fast.kernels.sm90_sparse24_gemm import host as sparse24
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv
 from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemv import host as gemv
-from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
-from fast.scale_factors import form_of
+from fast.scale_factors import ArrangedWeight, form_of
 from reference import Quantized, Scheme
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.stand_in import StandIn

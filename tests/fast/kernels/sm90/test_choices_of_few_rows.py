@@ -7,25 +7,25 @@ from itertools import pairwise, product
 import pytest
 
 from ao_lab.config.recipe import named
-from fast.kernels.sm90_intn_small_m import variants as intn
-from fast.kernels.sm90_intn_small_m.host import form_of
-from fast.kernels.sm90_intn_small_m.variants import (
+from fast.kernels.sm90_intn_small_m import host as intn
+from fast.kernels.sm90_intn_small_m.host import (
     MOST_ROWS,
     WIDTHS,
     C,
     busiest,
     cost,
+    form_of,
     longest,
     placed,
     rate,
     tiles_of,
 )
-from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
-from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
-from fast.kernels.sm90_intn_small_m.variants import fitted as intn_fitted
+from fast.kernels.sm90_intn_small_m.host import Form as IntnForm
+from fast.kernels.sm90_intn_small_m.host import Variant as IntnVariant
+from fast.kernels.sm90_intn_small_m.host import fitted as intn_fitted
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, rows_of_tiles
-from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant, choose, gains
+from fast.kernels.sm90_w4a16_gemv.host import Direct, Form, Variant, choose, gains
 from fast.launch.cuda import SHARED, SYSTEM
 from tests.support.family_times import measured
 

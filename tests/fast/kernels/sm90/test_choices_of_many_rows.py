@@ -4,18 +4,21 @@ and what is launched of them."""
 import pytest
 
 from fast.cost import first_row
-from fast.kernels.sm90_s8_gemm import variants as s8
-from fast.kernels.sm90_s8_gemm.variants import fitted as s8_fitted
+from fast.kernels.sm90_s8_gemm import host as s8
+from fast.kernels.sm90_s8_gemm.host import fitted as s8_fitted
 from fast.kernels.sm90_sparse24_gemm import variants as sparse
 from fast.kernels.sm90_sparse24_gemm.host import is_stored, steps_of, tiles_of
 from fast.kernels.sm90_sparse24_gemm.host import programs_of as sparse_programs_of
 from fast.kernels.sm90_sparse24_gemm.variants import Variant as SparseVariant
 from fast.kernels.sm90_sparse24_gemm.variants import cycles, terms
 from fast.kernels.sm90_w4a16_gemm import host
-from fast.kernels.sm90_w4a16_gemm.select import (
+from fast.kernels.sm90_w4a16_gemm.host import (
     C,
+    Variant,
+    Weight,
     candidates,
     choose,
+    fitted,
     grid_of,
     nanoseconds,
     ratio_of,
@@ -23,7 +26,6 @@ from fast.kernels.sm90_w4a16_gemm.select import (
     stage,
     step_of_few,
 )
-from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight, fitted
 
 # Preshuffled weights
 

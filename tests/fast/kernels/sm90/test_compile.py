@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_intn_small_m import host as intn_host
-from fast.kernels.sm90_intn_small_m import variants as intn
-from fast.kernels.sm90_s8_gemm import variants as s8
+from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_sparse24_gemm import variants as sparse24
 from fast.kernels.sm90_sparse24_gemm.host import LEAST_STORED
 from fast.kernels.sm90_sparse24_gemm.variants import C as SPARSE24
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv_host
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse24_gemv
-from fast.kernels.sm90_w4a16_gemm import experts, select
+from fast.kernels.sm90_w4a16_gemm import experts
+from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm import host as gemm_host
-from fast.kernels.sm90_w4a16_gemm import variants as gemm
-from fast.kernels.sm90_w4a16_gemm.variants import Weight
+from fast.kernels.sm90_w4a16_gemm.host import Weight
+from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
-from fast.kernels.sm90_w4a16_gemv import variants as gemv
 from fast.launch import cuda, nvrtc
 from tests.emulator.device.program import parsed
 from tests.emulator.device.stand_in import StandIn
@@ -241,7 +241,7 @@ def features(case):
 
 def tiles_in_turn(weight):
     """Those that are taken with turns."""
-    return [tokens for tokens in select.C.few if select.turns_of(tokens, tokens, 1, weight) > 1]
+    return [tokens for tokens in gemm.C.few if gemm.turns_of(tokens, tokens, 1, weight) > 1]
 
 
 def gemm_cases():
@@ -332,8 +332,8 @@ def test_older_assemblers(tile, weight, tmp_path):
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("cluster", select.C.clusters)
-@pytest.mark.parametrize("tokens", [*select.C.few[:2], *select.C.tiles])
+@pytest.mark.parametrize("cluster", gemm.C.clusters)
+@pytest.mark.parametrize("tokens", [*gemm.C.few[:2], *gemm.C.tiles])
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = gemm.fitted(tokens, *cluster, weight)
@@ -341,7 +341,7 @@ def test_shared_memory_suffices(tokens, cluster, weight):
     assert one.stages >= 4
     if one.splits > 1:
         assert gemm.GROUPS * tokens * sparse24.PITCH * 4 <= one.ring(weight)
-    if tokens in select.C.few and one.cluster == 1:
+    if tokens in gemm.C.few and one.cluster == 1:
         turned = gemm.fitted(tokens, 1, 1, weight, turns=2)
         assert turned.shared(weight) <= cuda.MOST_SHARED
         assert turned.stages in range(4, 13, 2)
@@ -352,7 +352,7 @@ def test_shared_memory_suffices_for_scales_of_rows(element):
     """For as many stages, or one less."""
     weight = Weight(element, False, 2 if element in ("e2m1", "e4m3_mx") else 1)
     for tokens in (33, 64, 128, 300, 1024):
-        for one in select.candidates(tokens, 4096, weight):
+        for one in gemm.candidates(tokens, 4096, weight):
             scaled = gemm.with_scales(one, weight)
             assert scaled.shared(weight) <= cuda.MOST_SHARED
             assert one.stages - one.turns <= scaled.stages <= one.stages

@@ -12,18 +12,18 @@ import fast
 from ao_lab.config.recipe import named
 from fast.gemm.families import HOPPER
 from fast.kernels.sm90_intn_small_m import host as intn
-from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
-from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
+from fast.kernels.sm90_intn_small_m.host import Form as IntnForm
+from fast.kernels.sm90_intn_small_m.host import Variant as IntnVariant
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse_variants
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO
 from fast.kernels.sm90_w4a16_gemm import host as gemm
-from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, FEATURES, Weight
+from fast.kernels.sm90_w4a16_gemm.host import ELEMENTS, FEATURES, Weight
 from fast.kernels.sm90_w4a16_gemv import host as gemv
-from fast.kernels.sm90_w4a16_gemv.variants import Variant
-from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.kernels.sm90_w4a16_gemv.host import Variant
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import cuda
+from fast.scale_factors import ArrangedWeight
 from tests.gpu.sparsity.cases import as_tensors, exact_case
 from tests.support.family_times import launch_for, rows_fused
 

@@ -5,8 +5,7 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_intn_small_m.host import form_of
-from fast.kernels.sm90_intn_small_m.variants import Variant, placed, tiles_of
+from fast.kernels.sm90_intn_small_m.host import Variant, form_of, placed, tiles_of
 from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sm90.products import intn_small_m, require_nvrtc
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight

@@ -13,7 +13,7 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels.sm90_s8_gemm import host
-from fast.kernels.sm90_s8_gemm.variants import C, Variant, fitted
+from fast.kernels.sm90_s8_gemm.host import C, Variant, fitted
 from fast.launch import cuda
 from reference import SCHEMES, Quantized
 from tests.emulator.device.stand_in import StandIn

@@ -15,12 +15,10 @@ import fast
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_w4a16_gemm import host
-from fast.kernels.sm90_w4a16_gemm.host import weight_of
-from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight
-from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.kernels.sm90_w4a16_gemm.host import Variant, Weight, weight_of
 from fast.launch.nvrtc import CompileError
 from fast.matmul.preshuffled import layout
-from fast.scale_factors import BLOCK
+from fast.scale_factors import BLOCK, ArrangedWeight
 from reference import Quantized
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_shown, at_night, by_product

@@ -12,7 +12,7 @@ from fast.kernels.sm90_w4a16_gemm.experts import (
     nanoseconds,
     tiles_of,
 )
-from fast.kernels.sm90_w4a16_gemm.variants import Variant
+from fast.kernels.sm90_w4a16_gemm.host import Variant
 from fast.kernels.triton_small_m.grouped import stacked
 from tests.emulator.device.memory import POISON
 from tests.emulator.faults import assert_seen, at_night, every_second

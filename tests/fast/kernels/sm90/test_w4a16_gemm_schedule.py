@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_w4a16_gemm.select import (
+from fast.kernels.sm90_w4a16_gemm.host import (
     Grid,
     Schedule,
+    Variant,
     cuts,
     grid_of,
     least_of,
     longest,
     scheduled,
 )
-from fast.kernels.sm90_w4a16_gemm.variants import Variant
 from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.sm90.products import require_nvrtc, w4a16_gemm
 from tests.fast.kernels.sm90.test_w4a16_gemm import expected, given, stored

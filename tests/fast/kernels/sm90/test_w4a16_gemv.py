@@ -8,10 +8,9 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_w4a16_gemv.variants import ATOMS, Direct, Variant
-from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.kernels.sm90_w4a16_gemv.host import ATOMS, Direct, Variant
 from fast.matmul.preshuffled import layout
-from fast.scale_factors import SECOND, TERMS, form_of
+from fast.scale_factors import SECOND, TERMS, ArrangedWeight, form_of
 from tests.emulator.device.machine import Machine
 from tests.emulator.faults import assert_shown, at_night, by_product
 from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemv

@@ -141,7 +141,7 @@ COMPILED = [
 def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructions):
     """Wide loads and stores, no spills, and the product may begin meanwhile: two launches where K is one part."""
     from fast.kernels import exact_inputs
-    from fast.kernels.triton_small_m.layout import ArrangedWeight
+    from fast.scale_factors import ArrangedWeight
     from tests.fast.kernels.compiling.kernel_compiler import launched
 
     words = torch.empty((14336 // 64, length // 64, 512), dtype=torch.int32)

@@ -14,7 +14,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.triton_small_m import grouped
-from fast.kernels.triton_small_m.tilings import MOST_SHARED, Tiling
+from fast.kernels.triton_small_m.host import MOST_SHARED, Tiling
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.linear.preshuffled.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired

@@ -15,9 +15,9 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.triton_small_m import dense, host, layout
-from fast.kernels.triton_small_m.layout import FACTORED, WORDS, ArrangedWeight, filled
-from fast.kernels.triton_small_m.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
-from fast.scale_factors import rows_of_words, rows_with_parts
+from fast.kernels.triton_small_m.host import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
+from fast.kernels.triton_small_m.layout import FACTORED, WORDS
+from fast.scale_factors import ArrangedWeight, filled, rows_of_words, rows_with_parts
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import launched

@@ -57,7 +57,7 @@ COMPILED = [
 def test_kernels_compile_as_those_of_one_weight(which, more, tiles):
     """From registers to the tensor core, which is waited for before they change; each read as wide as one weight's."""
     from fast.kernels.triton_small_m import host, pair
-    from fast.kernels.triton_small_m.tilings import Tiling
+    from fast.kernels.triton_small_m.host import Tiling
     from tests.fast.kernels.compiling.kernel_compiler import launched
     from tests.fast.linear.preshuffled.test_linear_small import WGMMA, empty_weight, paired
 
@@ -93,8 +93,8 @@ def reads(machine):
 @pytest.mark.parametrize("group", [0, 32, 128])
 def test_the_rule_fits_any_two_weights(element, group):
     """Whole tiles of both, no empty part of K, and of big weights at most two programs a multiprocessor, all at once."""
+    from fast.kernels.triton_small_m.host import FULL, MOST_REGISTERS
     from fast.kernels.triton_small_m.pair import MOST_ROWS, pair_tiling
-    from fast.kernels.triton_small_m.tilings import FULL, MOST_REGISTERS
 
     for rows in (128, 384, 1024, 6144, 14336, 28672):
         for columns in (128, 384, 1152, 4096, 14336):
@@ -133,8 +133,8 @@ def test_what_other_kernels_take():
 
 @linux
 def test_errors_of_kernels():
+    from fast.kernels.triton_small_m.host import Tiling
     from fast.kernels.triton_small_m.pair import linear_small_pair, linear_small_swiglu
-    from fast.kernels.triton_small_m.tilings import Tiling
     from tests.fast.linear.preshuffled.test_linear_small import empty_weight
 
     w, x = empty_weight(*SHAPE, "int4", 128), torch.empty((2, 256), dtype=BF16)
