@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from fast import dispatch
-from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.matmul.linear import LINEAR
+from fast.matmul.linear import LINEAR, LINEAR_OF_CODES
 from fast.matmul.preshuffled.dynamic import CODES, LINEAR_SMALL_DYNAMIC, inputs_record, kind_of
 from fast.matmul.preshuffled.linear import LINEAR_SMALL, MOST_ROWS, values_of
 from fast.quantize.fake_quantize import FAKE_QUANTIZE

@@ -36,7 +36,7 @@ from ao_lab.training.casts import transposed
 from ao_lab.training.products import FLOAT8, is_captured, is_one_scale, select_product, stand_in
 from fast import dispatch
 from fast.dispatch import PLAIN, Function, has_kernels, is_transformed
-from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.matmul.linear import LINEAR_OF_CODES
 from fast.quantize.quantize import DEQUANTIZE, QUANTIZE, QUANTIZE_TURNED
 from fast.quantize.rowwise_colwise import QUANTIZE_BOTH
 from reference import Scheme

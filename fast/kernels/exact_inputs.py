@@ -21,9 +21,9 @@ import triton.language as tl
 
 from fast.kernels.bits import float_of, narrow, read, widened
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import Geometry
 from fast.kernels.quantize.host import block_launch
 from fast.kernels.quantize.kernel import all_of, blocks_kernel
+from fast.kernels.quantize.plan import Geometry
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
 from fast.kernels.rules.values import element_codes, unscaled
 from fast.kernels.scheme.constants import block_op, constants_of

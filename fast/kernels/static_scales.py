@@ -15,8 +15,7 @@ import triton.language as tl
 
 from fast.kernels.bits import INFINITY, NAN, bits_of, float_of, read, widened
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.quantize.geometry import LARGEST_TILE, TILE
-from fast.kernels.quantize.plan import Problem
+from fast.kernels.quantize.plan import LARGEST_TILE, TILE, Problem
 from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
 from fast.kernels.sm90_s8_gemm.host import C

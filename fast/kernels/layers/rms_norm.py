@@ -32,8 +32,7 @@ from fast.kernels.layers.tiles import (
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.geometry import LARGEST_TILE
-from fast.kernels.quantize.plan import Outputs, outputs
+from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
 from fast.kernels.rules.statistics import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, normal, set_aside
 from fast.launch.call import FLOAT_NAMES, Call

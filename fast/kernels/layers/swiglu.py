@@ -45,8 +45,7 @@ from fast.kernels.layers.tiles import (
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.geometry import LARGEST_TILE
-from fast.kernels.quantize.plan import Outputs, outputs
+from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
 from fast.kernels.sm90.bf16x2 import clamped_gate, floats, gated, narrowed, rounded_once
 from fast.launch.call import Call
 from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above

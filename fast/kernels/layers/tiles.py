@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.quantize.geometry import LARGEST_TILE
-from fast.kernels.quantize.plan import Outputs
+from fast.kernels.quantize.plan import LARGEST_TILE, Outputs
 from fast.kernels.rules.statistics import larger, summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal
 from fast.kernels.tile.fast_codes import multiplier, store_codes

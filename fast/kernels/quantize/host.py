@@ -1,8 +1,8 @@
 """`choose_scales`, `quantize`, `dequantize` and fake quantization of torch tensors by the block kernel.
 
 Arguments are checked by the same code as in `reference`, so that messages agree. What a call does is a `plan`.
-Where no kernel covers a tensor (`geometry` says which) the functions here give None, and the reference runs as torch operations
-on the tensor's device: the same bits, more slowly. key: of the call, see `dispatch`.
+Where no kernel covers a tensor (`plan.geometry` says which) the functions here give None, and the reference runs as torch
+operations on the tensor's device: the same bits, more slowly. key: of the call, see `dispatch`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from fast.dispatch import PARTS
 from fast.kernels.encode import add_packing, add_unpacking
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.kernel import blocks_kernel
-from fast.kernels.quantize.plan import Pass, Plan, Problem
+from fast.kernels.quantize.plan import LARGEST_TILE, Pass, Plan, Problem
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scales
@@ -43,10 +42,10 @@ def checked(
     """The problem, None where no kernel covers it; the given scales; the caller's tensors in the order of the key, by the names
     of the kernel's arguments. The errors are those of the reference after `check_mode`, in its order."""
     of = problem_of(x, scheme, axis)
+    if scales is None and words is None:
+        return of, None, {"x": x}
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
     check_random_bits(namespace_of(x), x, words)
-    if given is None and words is None:
-        return of, None, {"x": x}
     parts = scale_tensors(Scales() if given is None else given)
     covered = same_device(x, words, *parts.values())
     return of if covered else None, given, {"x": x, **parts, "words": words}

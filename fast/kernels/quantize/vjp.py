@@ -22,10 +22,9 @@ import triton.language as tl
 
 from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import CHUNK, Geometry, columns_geometry, flat_geometry
 from fast.kernels.quantize.host import checked, given_kind, run_plan
 from fast.kernels.quantize.kernel import block_places, in_block
-from fast.kernels.quantize.plan import Problem
+from fast.kernels.quantize.plan import CHUNK, Geometry, Problem, columns_geometry, flat_geometry
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.statistics import MOST_LEVELS, tree_sum
 from fast.kernels.rules.values import decoding, element_codes, in_units, passed_on, saturated, unscaled

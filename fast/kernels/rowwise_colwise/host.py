@@ -10,8 +10,8 @@ import torch
 
 from fast import dispatch
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.geometry import flat_geometry
 from fast.kernels.quantize.host import block_launch
+from fast.kernels.quantize.plan import flat_geometry
 from fast.kernels.rowwise_colwise import mx as kernel
 from fast.kernels.rowwise_colwise.tiles import INT32, leave_maxima, pairs_kernel, tiles_kernel
 from fast.kernels.scheme.constants import SchemeConstants, constants_of

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fast import dispatch
-from fast.kernels.quantize.geometry import LARGEST_TILE
+from fast.kernels.quantize.plan import LARGEST_TILE
 from fast.launch.call import Call
 from fast.launch.launcher import INT32, CompiledLaunch, ceil_div
 

@@ -26,7 +26,7 @@ from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
-from fast.kernels.quantize.geometry import Geometry
+from fast.kernels.quantize.plan import Geometry
 from fast.kernels.scheme.constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES
 from fast.kernels.sm90.codebooks import CENTER, CUBIC, LINEAR
