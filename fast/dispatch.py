@@ -10,8 +10,8 @@ Functions whose results are codes, and those of codes, have no gradient: their i
 **The one cache of calls** has what a call like one before it needs, found by one key, with all checks behind it. A key says
 everything that the checks and the launches of a call depend on: function, record, the plain arguments with their types, and
 of every operand its presence, dtype, shape and device (and strides, where kernels read by them). What is left to see is where
-the tensors lie, which `call.Call` does. Operands that are no plain tensors have a key of their own and find nothing. The
-oldest entry goes first, so that a program which sees ever new shapes pays for each of them, and for no other.
+the tensors lie, which `launch.launcher.Call` does. Operands that are no plain tensors have a key of their own and find
+nothing. The oldest entry goes first, so that a program which sees ever new shapes pays for each of them, and for no other.
 """
 
 from __future__ import annotations

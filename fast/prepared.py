@@ -178,7 +178,7 @@ def launching(
 def fill(made: Sequence[torch.Tensor], fills: Any, stream: int) -> None:
     """Give buffers the values that they start with."""
     from fast.launch import launcher
-    from fast.launch.call import filled
+    from fast.launch.launcher import filled
 
     for at, value, size in fills:
         if value != (0,) or not launcher.zero(made[at].data_ptr(), size, stream):
@@ -378,6 +378,7 @@ def prepared_scaled_mm(
 
 __all__ = [
     "ABSENT",
+    "ALIGNMENT",
     "BIAS",
     "Program",
     "ScaledProduct",

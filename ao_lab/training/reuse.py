@@ -43,7 +43,7 @@ from reference import Scheme
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
 
 if TYPE_CHECKING:
-    from fast.launch.call import Size
+    from fast.launch.launcher import Size
 
     #: Of codes and of scales.
     View = tuple[Size, Size]

@@ -47,8 +47,7 @@ from fast.kernels.rules.statistics import larger
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import OCP, fast_path_of
 from fast.kernels.sm90.fp4_fp6 import larger_pair
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, interpreted
+from fast.launch.launcher import FLOAT_NAMES, Call, CompiledLaunch, interpreted
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 

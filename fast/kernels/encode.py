@@ -20,8 +20,7 @@ from fast.kernels.rules.elements import encode as encode_values
 from fast.kernels.scheme.constants import element_of
 from fast.kernels.sm90.fp4_fp6 import side_by_side
 from fast.kernels.sm90.integers import load_quads, store_quads
-from fast.launch.call import Call
-from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import ALIGNMENT, Call, CompiledLaunch, interpreted, same_device
 from reference.arrays.namespace import choice, namespace_of
 from reference.formats.encode import check_mode, check_overflow, check_random_bits
 from reference.formats.formats import Format, format_of

@@ -32,8 +32,7 @@ from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv
 from fast.kernels.tile.fast_codes import multiplier, rounded_values
 from fast.kernels.tile.scales import choose_scales
 from fast.kernels.triton_small_m import host as product
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, interpreted, power_above
 from fast.scale_factors import ArrangedWeight
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, record_of

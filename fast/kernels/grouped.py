@@ -52,8 +52,7 @@ from fast.kernels.rowwise_colwise.tiles import (
 )
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, power_above
+from fast.launch.launcher import FLOAT_NAMES, Call, CompiledLaunch, ceil_div, interpreted, power_above
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import Scheme
 

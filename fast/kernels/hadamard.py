@@ -44,8 +44,7 @@ from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.tile.fast_codes import finished, multiplier, rounded_values
 from fast.kernels.tile.quantize import load_outer, stochastic_codes
 from fast.kernels.tile.scales import choose_scales
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, interpreted
+from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted
 from reference import SCHEMES, Quantized
 from reference.formats.storage import storage_dtype
 from reference.layers.hadamard import signs

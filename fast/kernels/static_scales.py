@@ -20,8 +20,7 @@ from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
 from fast.kernels.sm90_s8_gemm.host import C
 from fast.kernels.tile.quantize import loaded_scales
-from fast.launch.call import Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, power_above
+from fast.launch.launcher import INT32, Call, CompiledLaunch, ceil_div, interpreted, power_above
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 

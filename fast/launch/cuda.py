@@ -1,8 +1,8 @@
 """Kernels in CUDA C++ for Hopper: a record says what a source is made of; from it come its cubin, what is loaded, its launches.
 
 A `CudaLaunch` stands where `launcher.CompiledLaunch` stands for kernels of Triton: `run` on tensors, then by addresses alone
-(`call`, `fast.prepared`). Listeners to Triton's launches do not hear of it. First stands what sizes and choices go by: the
-device that these kernels are for, GPUs of compute capability 9.0.
+(`launcher.Call`, `fast.prepared`). Listeners to Triton's launches do not hear of it. First stands what sizes and choices go by:
+the device that these kernels are for, GPUs of compute capability 9.0.
 """
 
 from __future__ import annotations

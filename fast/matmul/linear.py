@@ -264,4 +264,4 @@ def linear_of_codes(
     return y
 
 
-__all__ = ["LINEAR", "LINEAR_OP", "linear", "linear_function", "linear_of_codes"]
+__all__ = ["LINEAR", "LINEAR_OF_CODES", "LINEAR_OP", "linear", "linear_function", "linear_of_codes"]

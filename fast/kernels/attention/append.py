@@ -22,8 +22,7 @@ from fast.kernels.layers.tiles import quantize_rows
 from fast.kernels.quantize.plan import outputs
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, interpreted, power_above
+from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, power_above
 from fast.stored_tokens import StoredTokens
 from reference.layers.hadamard import SIGNS_16
 from reference.schemes.schemes import record_of

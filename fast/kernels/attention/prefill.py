@@ -48,8 +48,7 @@ from fast.kernels.bits import float_of
 from fast.kernels.rules.elements import e4m3_value, encode
 from fast.kernels.rules.statistics import larger
 from fast.kernels.scheme.constants import element_of
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import interpreted
+from fast.launch.launcher import FLOAT_NAMES, interpreted
 from reference.attention.quantized import LOG2E, AttentionRecipe, visible
 from reference.formats.formats import FORMATS
 

@@ -15,9 +15,9 @@ import torch
 from fast.kernels.attention.quantize_heads import Heads, padded, tokens_of_scale
 from fast.kernels.hopper.wgmma import product
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import KINDS, CudaLaunch, Kernel, Maps, is_served
 from fast.launch.driver import tensor_map
+from fast.launch.launcher import FLOAT_NAMES, Call
 from reference.attention.quantized import LOG2E, AttentionRecipe
 
 #: Channels of a head; queries and keys of a tile; rows of ones behind a tile of values.

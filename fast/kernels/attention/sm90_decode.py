@@ -16,9 +16,8 @@ import torch
 from fast.kernels.attention.append import static_of
 from fast.kernels.attention.parts import parts_of
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES
 from fast.launch.cuda import MULTIPROCESSORS, CudaLaunch, Kernel, is_served
-from fast.launch.launcher import ALIGNMENT
+from fast.launch.launcher import ALIGNMENT, FLOAT_NAMES
 from fast.stored_tokens import StoredTokens
 from reference.attention.window import ALL_STORED, Window
 

@@ -15,8 +15,8 @@ import torch
 from fast.kernels.attention.quantize_heads import Heads, padded, tokens_of_scale
 from fast.kernels.attention.sm90 import takes_queries
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch, Kernel, is_served
+from fast.launch.launcher import FLOAT_NAMES, Call
 from reference.attention.quantized import AttentionRecipe
 
 #: Channels of a head; tokens of a program; threads.

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from fast.kernels.bits import read, widened
 from fast.kernels.sm90.bf16x2 import narrowed
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, same_device
 
 #: Channels of a token at most: a program has them all.
 MOST = 16384

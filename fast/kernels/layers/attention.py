@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, interpreted, power_above
 
 # Elements of a thread, and of a program at most: more heads take several.
 PER_THREAD, ELEMENTS = 16, 8192

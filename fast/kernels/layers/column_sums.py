@@ -20,8 +20,7 @@ import triton.language as tl
 
 from fast.kernels.bits import widened
 from fast.kernels.layers.rms_norm import PARTS, add_pieces
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div
 
 #: Rows of a step.
 STEP = 8

@@ -30,8 +30,7 @@ from fast.kernels.rules.values import combined, loaded_zero, values
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90.bf16x2 import narrowed
 from fast.kernels.tile.fast_codes import load_elements
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, same_device
 from reference.quantize.quantize import check_quantized
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import Scheme

@@ -35,8 +35,16 @@ from fast.kernels.layers.tiles import (
 from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
 from fast.kernels.rules.statistics import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, normal, set_aside
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, power_above, same_device
+from fast.launch.launcher import (
+    FLOAT_NAMES,
+    INT32,
+    Call,
+    CompiledLaunch,
+    ceil_div,
+    interpreted,
+    power_above,
+    same_device,
+)
 from reference import Quantized
 from reference.layers.normalize import PIECE, checked_inputs
 from reference.schemes.schemes import Scheme, scheme_of

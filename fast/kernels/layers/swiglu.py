@@ -47,8 +47,7 @@ from fast.kernels.layers.tiles import (
 )
 from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
 from fast.kernels.sm90.bf16x2 import clamped_gate, floats, gated, narrowed, rounded_once
-from fast.launch.call import Call
-from fast.launch.launcher import INT32, CompiledLaunch, interpreted, power_above
+from fast.launch.launcher import INT32, Call, CompiledLaunch, interpreted, power_above
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 

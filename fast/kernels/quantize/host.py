@@ -16,8 +16,7 @@ from fast.kernels.encode import add_packing, add_unpacking
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.kernel import blocks_kernel
 from fast.kernels.quantize.plan import LARGEST_TILE, Pass, Plan, Problem
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
+from fast.launch.launcher import ALIGNMENT, FLOAT_NAMES, Call, CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scales
 from reference.arrays.namespace import choice, namespace_of
 from reference.formats.encode import check_mode, check_random_bits

@@ -23,8 +23,7 @@ from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.values import combined, values
 from fast.kernels.tile.fast_codes import finished, load_values
 from fast.kernels.tile.quantize import quantize_tile
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import Call, CompiledLaunch
 from reference import Scheme
 
 #: Bytes of a scale.

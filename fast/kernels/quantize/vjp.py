@@ -30,8 +30,15 @@ from fast.kernels.rules.statistics import MOST_LEVELS, tree_sum
 from fast.kernels.rules.values import decoding, element_codes, in_units, passed_on, saturated, unscaled
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.tile.quantize import loaded_scales
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, power_above, same_device
+from fast.launch.launcher import (
+    FLOAT_NAMES,
+    Call,
+    CompiledLaunch,
+    ceil_div,
+    interpreted,
+    power_above,
+    same_device,
+)
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.encode import check_mode

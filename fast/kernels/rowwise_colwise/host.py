@@ -16,8 +16,7 @@ from fast.kernels.rowwise_colwise import mx as kernel
 from fast.kernels.rowwise_colwise.tiles import INT32, leave_maxima, pairs_kernel, tiles_kernel
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, Call, CompiledLaunch, ceil_div, interpreted, same_device
 from reference import Quantized, Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.storage import storage_dtype

@@ -56,8 +56,7 @@ from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.scheme.fast_path_rules import HARDWARE
 from fast.kernels.sm90.bit_tricks import E2M3_BYTES, E3M2_BYTES, e2m1_floats
 from fast.kernels.sm90.fp4_fp6 import larger_pair
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import Call, CompiledLaunch
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 EXPONENTS = tl.constexpr(0x7F807F80)

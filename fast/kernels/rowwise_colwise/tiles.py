@@ -56,8 +56,7 @@ from fast.kernels.rules.statistics import larger
 from fast.kernels.rules.values import element_codes
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.tile.fast_codes import multiplier
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch, ceil_div
+from fast.launch.launcher import Call, CompiledLaunch, ceil_div
 
 # Rows of a warp in a turn, words of a row (128: what the lanes of a warp read at once), turns, and warps.
 ROWS, WORDS, TURNS, WARPS = 8, 128, 8, 4

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from fast import dispatch
 from fast.kernels.quantize.plan import LARGEST_TILE
-from fast.launch.call import Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div
+from fast.launch.launcher import INT32, Call, CompiledLaunch, ceil_div
 
 #: Elements of a word.
 WORD = 4

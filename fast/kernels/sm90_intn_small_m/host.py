@@ -11,9 +11,9 @@ import torch
 
 from fast.cost import Coefficients, Time, first_row, quickest
 from fast.launch import cuda
-from fast.launch.call import Call
 from fast.launch.cuda import AT_ONCE, BIAS, MOST_SHARED, SHARED, SYSTEM, CudaLaunch, Kernel
 from fast.launch.cuda import MULTIPROCESSORS as PROCESSORS
+from fast.launch.launcher import Call
 from reference import Quantized
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme

@@ -17,7 +17,6 @@ import torch
 from fast.cost import Coefficients, Time, quickest
 from fast.kernels.hopper.wgmma import header, product
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import (
     BIAS,
     GROUP,
@@ -31,6 +30,7 @@ from fast.launch.cuda import (
     processors_of,
 )
 from fast.launch.driver import tensor_map
+from fast.launch.launcher import FLOAT_NAMES, Call
 from reference import Quantized
 
 C = Coefficients("sm90_s8_gemm")

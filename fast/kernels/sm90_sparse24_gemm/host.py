@@ -21,9 +21,9 @@ from fast.kernels.sm90_sparse24_gemm.variants import (
     fitted,
 )
 from fast.launch import cuda
-from fast.launch.call import Call
 from fast.launch.cuda import BIAS, GROUP, CudaLaunch, Maps, processors_of
 from fast.launch.driver import tensor_map
+from fast.launch.launcher import Call
 
 #: Tokens of the smallest tile that the copy engine writes.
 LEAST_STORED = 128

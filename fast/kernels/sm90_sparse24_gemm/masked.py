@@ -20,8 +20,7 @@ import triton.language as tl
 from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, shape_of
 from fast.kernels.sparsity.groups import bytes_by, kept_halves, split_fours, words_at
 from fast.kernels.sparsity.transposable import octet_of, transposed, transposed_columns
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import Call, CompiledLaunch
 from reference import Compressed
 
 #: Blocks of 8 x 8 that a program has down and across, and its elements.

@@ -25,9 +25,8 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
     rows_of_tiles,
 )
 from fast.launch import cuda
-from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch
-from fast.launch.launcher import same_device
+from fast.launch.launcher import Call, same_device
 
 INPUTS = (torch.bfloat16, torch.float16)
 #: Pointers of a launch in the order of the source's `Problem`; then count, n, k and the bias's dtype.

@@ -24,9 +24,8 @@ from fast.kernels.sm90_w4a16_gemm.host import (
 )
 from fast.kernels.triton_small_m.grouped import check_experts
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import GROUP, MULTIPROCESSORS, CudaLaunch, Maps, processors_of
-from fast.launch.launcher import ceil_div
+from fast.launch.launcher import FLOAT_NAMES, Call, ceil_div
 from fast.scale_factors import ArrangedWeight
 
 #: Pointers of a launch: those of `host`, and the row after each expert's last one.

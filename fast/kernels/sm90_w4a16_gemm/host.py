@@ -26,7 +26,6 @@ from fast.cost import Coefficients, Time, first_row
 from fast.kernels.hopper.wgmma import header, product
 from fast.kernels.triton_small_m.layout import FACTORED
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import (
     BIAS,
     GROUP,
@@ -40,6 +39,7 @@ from fast.launch.cuda import (
     processors_of,
 )
 from fast.launch.driver import tensor_map
+from fast.launch.launcher import FLOAT_NAMES, Call
 from fast.scale_factors import ArrangedWeight, check_row_scales
 
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.

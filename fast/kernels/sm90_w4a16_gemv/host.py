@@ -23,7 +23,6 @@ import torch
 
 from fast.cost import Coefficients, first_row, holds
 from fast.launch import cuda
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import (
     AT_ONCE,
     BIAS,
@@ -35,6 +34,7 @@ from fast.launch.cuda import (
     CudaLaunch,
     Kernel,
 )
+from fast.launch.launcher import FLOAT_NAMES, Call
 from fast.scale_factors import SECOND, ArrangedWeight
 from fast.scale_factors import TERMS as LEVELS
 

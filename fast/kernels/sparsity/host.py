@@ -18,8 +18,7 @@ from fast.kernels.sparsity.compress import (
 )
 from fast.kernels.sparsity.groups import NAN_KEYS
 from fast.kernels.sparsity.prune import MASK_TILE, groups_kernel, mask_kernel, ranks_kernel
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import Call, CompiledLaunch
 from reference import SCHEMES, Compressed
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, scheme_of

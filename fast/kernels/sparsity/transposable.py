@@ -43,8 +43,7 @@ from fast.kernels.sparsity.groups import (
     words_at,
 )
 from fast.kernels.sparsity.host import mask_call
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch
+from fast.launch.launcher import Call, CompiledLaunch
 from reference import Compressed
 
 # The host side of transposable masks: which tensors the kernel takes, and the calls. Others get None, and the reference.

@@ -37,9 +37,8 @@ from fast.kernels.triton_gemv.gemv_w8a16 import (
     triton_gemv_w8a16_swiglu_kernel,
 )
 from fast.kernels.triton_gemv.plain import triton_gemm_small_m_kernel, triton_gemv_any_kernel
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import MULTIPROCESSORS, CudaLaunch
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks

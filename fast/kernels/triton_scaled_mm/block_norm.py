@@ -21,8 +21,15 @@ from fast.kernels.rules.scales import exact_scale, stored_scale
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90.bf16x2 import narrowed
 from fast.kernels.triton_scaled_mm.host import ELEMENTS, INTEGER, STEP
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.launcher import UNFUSED, DescriptorLaunch, Matrix, ceil_div, interpreted, same_device
+from fast.launch.launcher import (
+    FLOAT_NAMES,
+    UNFUSED,
+    DescriptorLaunch,
+    Matrix,
+    ceil_div,
+    interpreted,
+    same_device,
+)
 from reference.layers.block_norm import SIXTH
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import SCHEMES

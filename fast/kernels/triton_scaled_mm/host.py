@@ -24,9 +24,17 @@ from fast.kernels.triton_scaled_mm.kernel import (
     triton_int_scaled_mm_kernel,
     triton_scaled_mm_kernel,
 )
-from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import MULTIPROCESSORS
-from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, ceil_div, interpreted, same_device
+from fast.launch.launcher import (
+    FLOAT_NAMES,
+    Call,
+    CompiledLaunch,
+    DescriptorLaunch,
+    Matrix,
+    ceil_div,
+    interpreted,
+    same_device,
+)
 from reference import Quantized, Scheme
 
 C = Coefficients("triton_scaled_mm")
@@ -210,4 +218,4 @@ def _launches(
     return first, CompiledLaunch(add_parts_kernel, m * ceil_div(n, PART), parts, 4, launch_pdl=True)
 
 
-__all__ = ["ELEMENTS", "INTEGER", "launches_for", "linear_of_codes"]
+__all__ = ["ELEMENTS", "INTEGER", "int_tile_of", "is_faster", "launches_for", "linear_of_codes", "tile_of"]

@@ -28,8 +28,7 @@ from fast.kernels.triton_small_m.decode import (
     words_of,
 )
 from fast.kernels.triton_small_m.product import lacking, zero_points_of
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted
 from fast.scale_factors import ArrangedWeight, filled
 
 #: Rows and columns of a program's tile, and its warps.

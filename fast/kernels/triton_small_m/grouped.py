@@ -10,8 +10,7 @@ import torch
 from fast.cost import first_row
 from fast.kernels.triton_small_m.host import BITS, INPUTS, C, block_m_of
 from fast.kernels.triton_small_m.product import triton_small_m_experts_kernel
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted, same_device
 from fast.scale_factors import ArrangedWeight, filled
 
 #: The most rows of X that a program takes at once.

@@ -27,8 +27,7 @@ import torch
 from fast.cost import Coefficients, Time, first_row
 from fast.kernels.triton_small_m.layout import arrange
 from fast.kernels.triton_small_m.product import sum_splits_kernel, triton_small_m_kernel
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted, same_device
 from fast.scale_factors import ArrangedWeight, check_row_scales, filled
 
 C = Coefficients("triton_small_m")

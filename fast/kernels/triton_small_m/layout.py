@@ -24,8 +24,7 @@ import triton.language as tl
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.kernels.triton_gemv.select import Weight, weight_of
 from fast.kernels.triton_small_m.decode import has_nibbles, words_of
-from fast.launch.call import Call
-from fast.launch.launcher import CompiledLaunch, ceil_div, same_device
+from fast.launch.launcher import Call, CompiledLaunch, ceil_div, same_device
 from fast.scale_factors import (
     BLOCK,
     FILLED,

@@ -24,8 +24,7 @@ from fast.kernels.triton_small_m.host import (
 )
 from fast.kernels.triton_small_m.layout import FACTORED
 from fast.kernels.triton_small_m.product import sum_pair_splits_kernel, triton_small_m_pair_kernel
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted, same_device
 from fast.scale_factors import ArrangedWeight, filled
 
 #: The most rows of X: what a tile of 16 rows holds.

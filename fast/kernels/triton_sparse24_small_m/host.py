@@ -17,8 +17,7 @@ from fast.kernels.triton_sparse24_small_m.mma_sparse import (
 )
 from fast.kernels.triton_sparse24_small_m.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
-from fast.launch.call import FLOAT_NAMES, Call
-from fast.launch.launcher import INT32, CompiledLaunch, ceil_div, interpreted, same_device
+from fast.launch.launcher import FLOAT_NAMES, INT32, Call, CompiledLaunch, ceil_div, interpreted, same_device
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64

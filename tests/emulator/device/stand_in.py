@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fast.launch import cuda, driver, launcher, nvrtc
-from fast.launch.call import Call
+from fast.launch.launcher import Call
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
 from tests.emulator.device.program import parsed

@@ -24,7 +24,7 @@ from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize import vjp as gradients
 from fast.kernels.quantize.host import problem_of
-from fast.launch.call import Call
+from fast.launch.launcher import Call
 from reference import SCHEMES, Scales, Scheme
 from reference.arrays.bridges import to_torch
 from reference.schemes.schemes import scheme_of

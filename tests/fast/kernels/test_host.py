@@ -454,14 +454,14 @@ def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
     assert zeroed == [(statistic, 0, 4 * sum(MATRIX.shape), 7)]
     ((call, _),) = dispatch.CALLS.values()
     call._fills = [(at, (3, 3), size) for at, _, size in call._fills]
-    monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: zeroed.append(fill) or made)
+    monkeypatch.setattr("fast.launch.launcher.filled", lambda made, fill: zeroed.append(fill) or made)
     call(MATRIX)
     assert zeroed[1:] == [(3, 3)]
 
 
 def test_memory_is_zeroed_by_torch_where_the_driver_is_not_found(flat, monkeypatch):
     filled = []
-    monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: filled.append(fill) or made)
+    monkeypatch.setattr("fast.launch.launcher.filled", lambda made, fill: filled.append(fill) or made)
     for name in ("no driver", "an error"):
         monkeypatch.setattr(
             launching, "_set_bytes", lambda name=name: None if name == "no driver" else lambda *_: 1

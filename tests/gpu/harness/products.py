@@ -14,8 +14,8 @@ from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm.host import choose
-from fast.launch.call import Call
 from fast.launch.cuda import processors_of
+from fast.launch.launcher import Call
 
 
 def made(describe: Callable[[], Call | None], allocate: Any = None) -> Any:

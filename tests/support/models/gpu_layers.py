@@ -23,7 +23,7 @@ from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from fast.kernels.sm90_s8_gemm.host import fitted
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.launch import cuda, driver
-from fast.launch.call import Call
+from fast.launch.launcher import Call
 from tests.ao_lab.gemm.capability import set_capability
 from tests.fast.kernels.compiling.recorded_launches import Recorded
 

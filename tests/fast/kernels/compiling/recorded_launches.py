@@ -18,7 +18,7 @@ from fast.kernels.triton_scaled_mm import host as scaled_mm_host
 from fast.kernels.triton_small_m import host as linear_small_host
 from fast.kernels.triton_small_m import pair as linear_small_pair
 from fast.launch import launcher as launching
-from fast.launch.call import Call
+from fast.launch.launcher import Call
 
 # Shared by JIT and C function: how Triton names what it compiled.
 FUNCTION, METADATA = 1234, (4, 1, 0)

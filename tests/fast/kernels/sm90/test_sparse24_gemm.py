@@ -15,7 +15,7 @@ from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.variants import Variant, fitted
-from fast.launch.call import Call
+from fast.launch.launcher import Call
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, sparse24_gemm
