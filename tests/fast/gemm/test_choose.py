@@ -5,6 +5,7 @@ import itertools
 import json
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import fast
 from ao_lab.config.recipe import named
 from experiments.report import families as families_page
+from fast import dispatch
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose
 from fast.gemm.families import (
@@ -267,20 +269,15 @@ def test_the_product_asks(monkeypatch, faster):
 
 
 def test_operands_are_checked_before(monkeypatch):
-    """By whichever kernel: devices that do not go together."""
-    from fast.kernels.triton_small_m import host as small
-
-    def refuse(*operands):
-        raise ValueError("checked")
-
-    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w = linear.preshuffled(q)
-    monkeypatch.setattr(small, "check_operands", refuse)
+    """Whichever kernel it were: shapes and devices that do not go together."""
+    w = linear.preshuffled(fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True))
+    x, elsewhere = torch.randn(64, 256).bfloat16(), replace(w, codes=w.codes.to("meta"))
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
     monkeypatch.setattr(linear, "choose", lambda p: pytest.fail("chosen"))
-    with pytest.raises(ValueError, match="checked"):
-        linear._kernel(
-            w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
-        )
+    with pytest.raises(ValueError, match="tensors on one device, got x on cpu and codes on meta"):
+        linear.linear_small(x, elsewhere)
+    with pytest.raises(ValueError, match="the last axes must be the same"):
+        linear.linear_small(x[:, :128], w)
 
 
 @pytest.mark.parametrize(
