@@ -312,9 +312,8 @@ def _sm90_s8_gemm(p: Problem) -> Chosen | None:
 
 
 def _sm90_sparse24_gemm(p: Problem) -> Chosen:
-    from fast.kernels.sm90_sparse24_gemm.host import variant_of
-    from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL
-    from fast.kernels.sm90_sparse24_gemm.variants import Problem as Sparse
+    from fast.kernels.sm90_sparse24_gemm.host import ELEMENTS, KERNEL, variant_of
+    from fast.kernels.sm90_sparse24_gemm.host import Problem as Sparse
 
     elements, out = ELEMENTS[p.element, p.element], _name(p.inputs)
     variant = variant_of(int(p.rows), *p.shape, elements, out, processors=p.device.processors)
@@ -322,7 +321,7 @@ def _sm90_sparse24_gemm(p: Problem) -> Chosen:
 
 
 def _sm90_sparse24_w4a16_gemv(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_sparse24_w4a16_gemv.variants import KERNEL, Form, choose
+    from fast.kernels.sm90_sparse24_w4a16_gemv.host import KERNEL, Form, choose
 
     form = Form(p.group, False, p.inputs == torch.float16, zeros=p.zero)
     variant = choose(form, int(p.rows), p.n, p.k)
@@ -330,7 +329,7 @@ def _sm90_sparse24_w4a16_gemv(p: Problem) -> Chosen | None:
 
 
 def _triton_sparse24_small_m(p: Problem) -> Chosen:
-    from fast.kernels.triton_sparse24_small_m.tilings import tiling_of
+    from fast.kernels.triton_sparse24_small_m.host import tiling_of
 
     return Chosen(tiling_of(p.n, p.k, p.group, int(p.rows)))
 

@@ -131,7 +131,7 @@ def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 @pytest.mark.parametrize("group", GROUPS)
 def test_lengths_with_zero_points_are_those_that_have_a_variant(group):
-    from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, choose
+    from fast.kernels.sm90_sparse24_w4a16_gemv.host import Form, choose
 
     form = Form(group, False, False, zeros=True)
     for k in range(group, 4097, group):

@@ -10,7 +10,7 @@ As a program: fits that model to such rows, and says what its choice loses. No G
     PYTHONPATH=. python tests/gpu/sparsity/gemm.py $OUT/sm90_sparse24_gemm.json
 
 Prints the constants for
-`fast.kernels.sm90_sparse24_gemm.variants.Rates`, how far predictions are off, and for each shape what the
+`fast.kernels.sm90_sparse24_gemm.host.Rates`, how far predictions are off, and for each shape what the
 model takes of what was
 timed, before and after.
 
@@ -36,7 +36,7 @@ import torch
 
 import reference
 from fast.gemm import families
-from fast.kernels.sm90_sparse24_gemm.variants import (
+from fast.kernels.sm90_sparse24_gemm.host import (
     ELEMENTS,
     KERNEL,
     C,

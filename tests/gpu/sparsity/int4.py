@@ -17,17 +17,20 @@ import torch
 import fast
 import reference
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as gemv
-from fast.kernels.sm90_sparse24_w4a16_gemv import variants
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import (
+    GATED,
+    ONE,
+    TWO,
+    Form,
+    Variant,
+    rows_of_tiles,
     sm90_sparse24_w4a16_gemv_pair,
     sm90_sparse24_w4a16_gemv_swiglu,
 )
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, ONE, TWO, Form, Variant, rows_of_tiles
 from fast.kernels.triton_small_m.host import linear_small
 from fast.kernels.triton_small_m.pair import linear_small_pair, linear_small_swiglu
 from fast.kernels.triton_sparse24_small_m import host as mma
-from fast.kernels.triton_sparse24_small_m import tilings
-from fast.kernels.triton_sparse24_small_m.tilings import Tiling
+from fast.kernels.triton_sparse24_small_m.host import Tiling
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_threads, same_bits
@@ -135,11 +138,11 @@ def gemv_variants(problem: Problem, every: bool) -> list[Variant]:
 
 def preferred(form: Form, count: int, shape: Shape, most: int) -> list[Variant]:
     """See `gemv_variants`; of more than 16 rows the rule's alone."""
-    chosen = variants.choose(form, count, *shape)
-    if count > variants.MOST_ROWS or chosen is None:
+    chosen = gemv.choose(form, count, *shape)
+    if count > gemv.MOST_ROWS or chosen is None:
         return [] if chosen is None else [chosen]
     groups: dict[tuple[int, ...], list[Variant]] = {}
-    for one in variants.candidates(form, count, *shape):
+    for one in gemv.candidates(form, count, *shape):
         groups.setdefault((one.splits, one.at_once, one.columns), []).append(one)
     others = [one for place in range(2) for each in groups.values() for one in each[place : place + 1]]
     return [*dict.fromkeys([chosen, chosen._replace(early=False), *others])][:most]
@@ -148,7 +151,7 @@ def preferred(form: Form, count: int, shape: Shape, most: int) -> list[Variant]:
 def compile_forms(pairs: Iterable[tuple[Variant | None, Form]]) -> None:
     """Into the cache of cubins."""
     tasks = [(one, form) for one, form in pairs if one is not None]
-    in_threads(lambda task: variants.KERNEL.cubin(*task), tasks)
+    in_threads(lambda task: gemv.KERNEL.cubin(*task), tasks)
 
 
 def gemv_peers(scheme: str, shape: Shape, held: list[Weight]) -> Callable[[Any], dict[str, list[Call]]]:
@@ -166,7 +169,7 @@ def gemv_peers(scheme: str, shape: Shape, held: list[Weight]) -> Callable[[Any],
             found["int4"] = [partial(linear_small, x, w) for w in stored]
         if len(x) <= mma.MOST_ROWS and held[0].zero is None:
             found["mma_sparse"] = [partial(by_mma, x, w) for w in held]
-        if len(x) >= variants.MOST_ROWS:
+        if len(x) >= gemv.MOST_ROWS:
             found["dense"] = [partial(by_dense, x, w) for w in held]
         return found
 
@@ -199,7 +202,7 @@ GEMV_PROBLEMS = (
 
 def one_problem(problem: Problem) -> bool:
     """Whether a variant is there."""
-    return variants.choose(form_of(problem), problem.rows, *problem.shape) is not None
+    return gemv.choose(form_of(problem), problem.rows, *problem.shape) is not None
 
 
 GEMV = Family(
@@ -207,7 +210,7 @@ GEMV = Family(
     lambda pairs: compile_forms((one, form_of(problem)) for problem, one in pairs),
     tuple(filter(one_problem, GEMV_PROBLEMS)), exact, filled, gemv_peers,
     schemes=("g128", "g128 zeros"), shapes=SHAPES, rows=(1, 2, 4, 8, 16, 17, 32, 48, 64), random=random, columns=columns,
-    most=variants.MOST_ROWS, named=numbers,
+    most=gemv.MOST_ROWS, named=numbers,
 )  # fmt: skip
 
 
@@ -236,13 +239,13 @@ def choices(problem: Problem) -> list[Tiling]:
     """The tiles of the rule, and those of all that it chooses among: X as it is or arranged first, reads of one turn or two."""
     (n, k), count, group = problem.shape, problem.rows, group_of(problem.scheme)
     given = (n, k, group, count)
-    found: list[Tiling | None] = [tilings.tiling_of(*given), tilings.in_place(*given)]
-    if count <= tilings.C.few_rows:
-        found.append(tilings.widened(tilings.weight_bound(*given), k, group, count))
+    found: list[Tiling | None] = [mma.tiling_of(*given), mma.in_place(*given)]
+    if count <= mma.C.few_rows:
+        found.append(mma.widened(mma.weight_bound(*given), k, group, count))
     if count > 1:
-        found.append(tilings.arranged_bound(*given))
-    if count > tilings.C.few_rows:
-        found.append(replace(tilings.input_bound(*given), arranged=True))
+        found.append(mma.arranged_bound(*given))
+    if count > mma.C.few_rows:
+        found.append(replace(mma.input_bound(*given), arranged=True))
     return [one for one in dict.fromkeys(found) if one is not None]
 
 
@@ -351,7 +354,7 @@ def pair_checks(asked: Asked) -> Iterator[Check]:
     compile_forms(
         (one, task.form(products))
         for task in todo
-        for count in (1, variants.MOST_ROWS)
+        for count in (1, gemv.MOST_ROWS)
         for one in task.variants(count)
         for products in (ONE, task.products)
     )
@@ -364,7 +367,7 @@ def pair_checks(asked: Asked) -> Iterator[Check]:
 def wrong_pair(task: Task) -> Iterator[str]:
     """Variants and rows whose bits are not those of products alone, and of `swiglu` of both, or others in another call."""
     both, group = task.weights(), group_of(task.scheme)
-    for count in range(1, variants.MOST_ROWS + 1):
+    for count in range(1, gemv.MOST_ROWS + 1):
         x = torch.randn(count, task.k, device="cuda").to(task.dtype)
         found = task.variants(count)
         for one in found:

@@ -33,7 +33,7 @@ from fast.kernels import cublaslt
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.column_sums import WIDTHS, plan_of
 from fast.kernels.sm90_sparse24_gemm.arrange import pack_bits, restore
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
+from fast.kernels.sm90_sparse24_gemm.host import ELEMENTS, KERNEL, Problem, Variant, fitted
 from fast.layers.column_sums import LEAST, column_sums
 from fast.layers.linear_gradients import apart, beside, weight_and_bias_gradients
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES, compress_masked

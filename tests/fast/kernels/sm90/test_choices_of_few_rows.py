@@ -23,8 +23,8 @@ from fast.kernels.sm90_intn_small_m.host import (
 from fast.kernels.sm90_intn_small_m.host import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.host import Variant as IntnVariant
 from fast.kernels.sm90_intn_small_m.host import fitted as intn_fitted
-from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, rows_of_tiles
+from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, TWO, rows_of_tiles
 from fast.kernels.sm90_w4a16_gemv.host import Direct, Form, Variant, choose, gains
 from fast.launch.cuda import SHARED, SYSTEM
 from tests.support.family_times import measured

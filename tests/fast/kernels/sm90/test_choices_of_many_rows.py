@@ -6,11 +6,10 @@ import pytest
 from fast.cost import first_row
 from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_s8_gemm.host import fitted as s8_fitted
-from fast.kernels.sm90_sparse24_gemm import variants as sparse
-from fast.kernels.sm90_sparse24_gemm.host import is_stored, steps_of, tiles_of
+from fast.kernels.sm90_sparse24_gemm import host as sparse
+from fast.kernels.sm90_sparse24_gemm.host import Variant as SparseVariant
+from fast.kernels.sm90_sparse24_gemm.host import cycles, is_stored, steps_of, terms, tiles_of
 from fast.kernels.sm90_sparse24_gemm.host import programs_of as sparse_programs_of
-from fast.kernels.sm90_sparse24_gemm.variants import Variant as SparseVariant
-from fast.kernels.sm90_sparse24_gemm.variants import cycles, terms
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.host import (
     C,

@@ -13,11 +13,11 @@ import torch
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_intn_small_m import host as intn_host
 from fast.kernels.sm90_s8_gemm import host as s8
-from fast.kernels.sm90_sparse24_gemm import variants as sparse24
+from fast.kernels.sm90_sparse24_gemm import host as sparse24
 from fast.kernels.sm90_sparse24_gemm.host import LEAST_STORED
-from fast.kernels.sm90_sparse24_gemm.variants import C as SPARSE24
+from fast.kernels.sm90_sparse24_gemm.host import C as SPARSE24
+from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv_host
-from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse24_gemv
 from fast.kernels.sm90_w4a16_gemm import experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm import host as gemm_host

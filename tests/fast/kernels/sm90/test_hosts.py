@@ -15,8 +15,7 @@ from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_intn_small_m.host import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.host import Variant as IntnVariant
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
-from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse_variants
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, TWO
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm.host import ELEMENTS, FEATURES, Weight
 from fast.kernels.sm90_w4a16_gemv import host as gemv
@@ -28,7 +27,7 @@ from tests.gpu.sparsity.cases import as_tensors, exact_case
 from tests.support.family_times import launch_for, rows_fused
 
 BF16 = torch.bfloat16
-INT4 = sparse_variants.Form(128, False, False)
+INT4 = sparse.Form(128, False, False)
 
 
 @pytest.fixture
@@ -183,9 +182,9 @@ def test_rows_that_are_fused(monkeypatch, scheme, n, most):
 def test_zero_points_that_no_variant_copies():
     """Rows of four bytes at least, of one weight alone."""
     asymmetric = INT4._replace(zeros=True)
-    assert sparse_variants.fitted(asymmetric, 8, 256, 2, 1, 1024) is not None
-    assert sparse_variants.fitted(asymmetric, 8, 256, 1, 1, 256) is None
-    assert sparse_variants.fitted(asymmetric._replace(products=TWO), 8, 256, 2, 1, 1024) is None
+    assert sparse.fitted(asymmetric, 8, 256, 2, 1, 1024) is not None
+    assert sparse.fitted(asymmetric, 8, 256, 1, 1, 256) is None
+    assert sparse.fitted(asymmetric._replace(products=TWO), 8, 256, 2, 1, 1024) is None
     case = as_tensors(exact_case(1, 16, 256, 128))
     assert sparse_linear.linear_sparse_int4(*case, 128, zero=torch.zeros((16, 2), dtype=torch.int8)) is None
 
@@ -241,7 +240,7 @@ def test_tiles_that_are_given_are_the_other_kernel_s(monkeypatch):
 
 
 def test_a_launch_has_all_rows():
-    one = sparse_variants.Variant(8, 256, 16, 1, 7)
+    one = sparse.Variant(8, 256, 16, 1, 7)
     assert sparse.launch_of(one, INT4, 1, (14336 + 1, 4096)).programs == 129
     chunks = sparse.launch_of(one._replace(chunks=3), INT4._replace(zeros=True), 20, (14336, 4096))
     assert chunks.programs == 3 * 128
@@ -249,13 +248,13 @@ def test_a_launch_has_all_rows():
 
 
 def test_a_launch_has_the_tiles_of_both():
-    form = sparse_variants.Form(64, False, False, TWO)
-    made = sparse.launch_of(sparse_variants.Variant(8, 256, 16, 1, 7), form, 1, (100, 4096), 5)
+    form = sparse.Form(64, False, False, TWO)
+    made = sparse.launch_of(sparse.Variant(8, 256, 16, 1, 7), form, 1, (100, 4096), 5)
     assert made.programs == 2  # seven tiles and one
     image, last = made.arguments(0)
     assert struct.unpack("=10Q6i", image) == (*[0] * 10, 1, 100, 4096, 0, 5, 0)
     assert last is None
-    assert sparse_variants.rows_of_tiles(100, 5) == 128
+    assert sparse.rows_of_tiles(100, 5) == 128
 
 
 def two_weights(count, rows, *others, make=exact_case):
@@ -272,7 +271,7 @@ def test_operands_that_other_kernels_take(monkeypatch):
     monkeypatch.setattr(cuda, "is_loadable", lambda *_: True)
     assert sparse.MOST_ROWS == 16
     assert sparse.pair_launch_for(x, first, second, 128, TWO).numbers[1][-2] == 48
-    assert sparse.pair_launch_for(x, first, first, 128, GATED).problem == sparse_variants.Form(
+    assert sparse.pair_launch_for(x, first, first, 128, GATED).problem == sparse.Form(
         128, False, False, GATED
     )
     assert sparse.pair_launch_for(x, first, second, 128, GATED) is None

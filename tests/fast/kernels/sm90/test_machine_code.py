@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, C, Problem, fitted
+from fast.kernels.sm90_sparse24_gemm.host import ELEMENTS, KERNEL, C, Problem, fitted
 from fast.launch import nvrtc
 from tests.emulator.faults import Planted
 from tests.fast.kernels.compiling.kernel_samples import by_day, named

@@ -9,8 +9,8 @@ import torch
 
 import fast
 from fast.kernels.sm90_sparse24_gemm.arrange import restore
-from fast.kernels.sm90_sparse24_gemm.variants import Rates, Terms, choose
-from fast.kernels.sm90_sparse24_gemm.variants import rates as fitted_rates
+from fast.kernels.sm90_sparse24_gemm.host import Rates, Terms, choose
+from fast.kernels.sm90_sparse24_gemm.host import rates as fitted_rates
 from fast.sparsity.linear_sparse import canonical_shape
 from tests.gpu.sparsity import gemm
 from tests.gpu.sparsity.gemm import choices, described_now, fit_fitted, main, microseconds, spread

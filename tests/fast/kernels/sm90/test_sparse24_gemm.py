@@ -14,7 +14,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
-from fast.kernels.sm90_sparse24_gemm.variants import Variant, fitted
+from fast.kernels.sm90_sparse24_gemm.host import Variant, fitted
 from fast.launch.launcher import Call
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, every_second

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, KERNEL, TWO, Form, fitted
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, KERNEL, TWO, Form, fitted
 from fast.launch import nvrtc
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.machine import Machine

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, fitted
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import Form, fitted
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, sparse24_w4a16_gemv

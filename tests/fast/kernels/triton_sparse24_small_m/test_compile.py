@@ -16,7 +16,7 @@ import fast
 from fast import dispatch
 from fast.kernels.triton_sparse24_small_m import host
 from fast.kernels.triton_sparse24_small_m.dense import STEPS
-from fast.kernels.triton_sparse24_small_m.tilings import arranged_bound, in_place, weight_bound, widened
+from fast.kernels.triton_sparse24_small_m.host import arranged_bound, in_place, weight_bound, widened
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.kernels.compiling.kernel_samples import by_day, named
 

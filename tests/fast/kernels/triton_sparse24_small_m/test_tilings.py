@@ -9,7 +9,7 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.triton_sparse24_small_m.tilings import (
+from fast.kernels.triton_sparse24_small_m.host import (
     Tiling,
     arranged_bound,
     in_place,
