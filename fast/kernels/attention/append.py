@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.layers.tiles import quantize_rows
-from fast.kernels.quantize.plan import outputs
+from fast.kernels.layers.tiles import outputs, quantize_rows
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
 from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, power_above

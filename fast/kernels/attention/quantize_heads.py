@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, float_of
-from fast.kernels.layers.tiles import quantize_rows
-from fast.kernels.quantize.plan import outputs
+from fast.kernels.layers.tiles import outputs, quantize_rows
 from fast.kernels.rules.values import element_codes
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats

@@ -23,16 +23,18 @@ import triton.language as tl
 from fast.kernels.bits import read
 from fast.kernels.layers.tiles import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.layers.tiles import (
+    Outputs,
     Pieces,
     Tiles,
     norm_pieces_kernel,
+    outputs,
     pieces,
     quantize_rows,
     takes_row_pieces,
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
+from fast.kernels.quantize.plan import LARGEST_TILE
 from fast.kernels.rules.statistics import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, normal, set_aside
 from fast.launch.launcher import (

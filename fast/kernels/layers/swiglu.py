@@ -37,7 +37,9 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, float_of, read
 from fast.kernels.layers.tiles import (
+    Outputs,
     Tiles,
+    outputs,
     pieces,
     quantize_row,
     quantize_rows,
@@ -45,7 +47,7 @@ from fast.kernels.layers.tiles import (
     tile_of,
     tiles,
 )
-from fast.kernels.quantize.plan import LARGEST_TILE, Outputs, outputs
+from fast.kernels.quantize.plan import LARGEST_TILE
 from fast.kernels.sm90.bf16x2 import clamped_gate, floats, gated, narrowed, rounded_once
 from fast.launch.launcher import INT32, Call, CompiledLaunch, interpreted, power_above
 from reference import Quantized

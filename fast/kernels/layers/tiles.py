@@ -16,17 +16,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.quantize.plan import LARGEST_TILE, Outputs
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.plan import LARGEST_TILE, Buffer, Problem
 from fast.kernels.rules.statistics import larger, summed, tree_sum
+from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op
 from fast.kernels.sm90.bf16x2 import floats, normal
 from fast.kernels.tile.fast_codes import multiplier, store_codes
 from fast.kernels.tile.quantize import quantize_tile
 from fast.kernels.tile.scales import choose_scales
-from fast.launch.launcher import INT32, ceil_div, power_above
+from fast.launch.launcher import INT32, ceil_div, interpreted, power_above
+from reference import Quantized
+from reference.formats.encode import check_mode
+from reference.formats.storage import packed_shape
+from reference.quantize.blocks import Blocks
+from reference.schemes.schemes import Scheme
 
 
 @triton.jit
@@ -316,3 +324,62 @@ def pieces(length: int, block: int | None, per_thread: int = PER_THREAD) -> Piec
         return None
     warps = max(1, powers[0] // (32 * per_thread))
     return Pieces(powers[0], powers[1], powers[2] if len(powers) == 3 else 0, group, warps)
+
+
+# What a kernel that makes a tensor and quantizes it at once writes: codes and scales, and whether it can.
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Buffers for the codes and scales of a tensor in blocks of `length` along the last axis."""
+
+    problem: Problem
+    length: int
+    packed: bool
+    block_op: BlockOp
+    buffers: dict[str, Buffer]
+
+    @property
+    def rule(self) -> SchemeConstants:
+        """The constants of the scheme."""
+        return self.problem.rule
+
+    def quantized(self) -> Quantized:
+        """The result, with the names of its tensors."""
+        blocks, zero = self.problem.blocks, "zero" if "zero" in self.buffers else None
+        return Quantized(
+            "codes", "scale", None, zero, blocks.shape, blocks.axis, self.problem.scheme, self.packed
+        )
+
+
+def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Outputs | None:
+    """Outputs for a tensor of the shape and device of `like`, or None where it is quantized by a pass of its own.
+
+    That is so unless a block is a row, or a power of two that divides rows, and unless its scale depends on nothing else.
+    """
+    if packed:
+        packed_shape(tuple(like.shape), scheme.format)  # refuses a 0-d tensor
+    check_mode(scheme.rounding, None)
+    blocks = Blocks.of(tuple(like.shape), scheme.scale, -1)
+    of = plans.problem_of(dtype, scheme, blocks, not interpreted())
+    length = _block_length(scheme, tuple(like.shape))
+    if of is None or length is None or of.rule.two_level or of.rule.has_outer:
+        return None
+    sub_byte = packed and scheme.format.bits < 8
+    if sub_byte and not plans.packs(of):
+        return None
+    do = block_op(codes=True, scales=True, packed=sub_byte)
+    return Outputs(
+        of, length, packed, do, {"codes": plans.code_buffer(of, sub_byte), **plans.scale_buffers(of)}
+    )
+
+
+def _block_length(scheme: Scheme, shape: tuple[int, ...]) -> int | None:
+    """Elements of a block along the last axis, or None where a kernel over rows does not cover them."""
+    block = scheme.scale.block
+    if not isinstance(block, int) or not shape:
+        return None
+    length = shape[-1] if block == -1 else min(block, shape[-1])
+    if length == 0 or shape[-1] % length or (length & (length - 1) and length != shape[-1]):
+        return None
+    return length

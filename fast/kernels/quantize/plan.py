@@ -13,12 +13,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of, is_two_level
-from fast.launch.launcher import ALIGNMENT, INT32, ceil_div, interpreted, power_above
-from reference import Quantized
-from reference.formats.encode import check_mode
+from fast.launch.launcher import ALIGNMENT, INT32, ceil_div, power_above
 from reference.formats.formats import FORMATS
 from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
@@ -563,60 +559,3 @@ def _second_level(of: Problem) -> Plan:
 def _quickly(place: Geometry) -> Geometry:
     """Tiles with few elements a thread: of scales there are few, and a program's time is what a launch waits for."""
     return replace(place, warps=max(place.warps, place.p * place.size // SMALLEST_TILE))
-
-
-# What a kernel that makes a tensor and quantizes it at once writes: codes and scales, and whether it can.
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Buffers for the codes and scales of a tensor in blocks of `length` along the last axis."""
-
-    problem: Problem
-    length: int
-    packed: bool
-    block_op: BlockOp
-    buffers: dict[str, Buffer]
-
-    @property
-    def rule(self) -> SchemeConstants:
-        """The constants of the scheme."""
-        return self.problem.rule
-
-    def quantized(self) -> Quantized:
-        """The result, with the names of its tensors."""
-        blocks, zero = self.problem.blocks, "zero" if "zero" in self.buffers else None
-        return Quantized(
-            "codes", "scale", None, zero, blocks.shape, blocks.axis, self.problem.scheme, self.packed
-        )
-
-
-def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Outputs | None:
-    """Outputs for a tensor of the shape and device of `like`, or None where it is quantized by a pass of its own.
-
-    That is so unless a block is a row, or a power of two that divides rows, and unless its scale depends on nothing else.
-    """
-    if packed:
-        packed_shape(tuple(like.shape), scheme.format)  # refuses a 0-d tensor
-    check_mode(scheme.rounding, None)
-    blocks = Blocks.of(tuple(like.shape), scheme.scale, -1)
-    of = problem_of(dtype, scheme, blocks, not interpreted())
-    length = _block_length(scheme, tuple(like.shape))
-    if of is None or length is None or of.rule.two_level or of.rule.has_outer:
-        return None
-    sub_byte = packed and scheme.format.bits < 8
-    if sub_byte and not packs(of):
-        return None
-    do = block_op(codes=True, scales=True, packed=sub_byte)
-    return Outputs(of, length, packed, do, {"codes": code_buffer(of, sub_byte), **scale_buffers(of)})
-
-
-def _block_length(scheme: Scheme, shape: tuple[int, ...]) -> int | None:
-    """Elements of a block along the last axis, or None where a kernel over rows does not cover them."""
-    block = scheme.scale.block
-    if not isinstance(block, int) or not shape:
-        return None
-    length = shape[-1] if block == -1 else min(block, shape[-1])
-    if length == 0 or shape[-1] % length or (length & (length - 1) and length != shape[-1]):
-        return None
-    return length

@@ -18,10 +18,10 @@ from fast.kernels.layers.rms_norm import (
     norm_kernel,
 )
 from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_gradient_kernel, swiglu_kernel
+from fast.kernels.layers.tiles import _block_length
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.joined_rows import join_rows_kernel, split_rows_kernel
-from fast.kernels.quantize.plan import _block_length
 from fast.kernels.rowwise_colwise.turned import ACROSS, DOWN, turned_bytes_kernel
 from fast.kernels.rowwise_colwise.turned import WARPS as TURNING
 from fast.layers import column_sums as layer_sums
