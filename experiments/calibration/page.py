@@ -15,12 +15,13 @@ from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.report import accuracies
-from experiments.report.content import Comparison, Section, Table
+from experiments.report.content import Card, Comparison, Section, Table
 from experiments.report.real_runs import (
     CHANGE,
     KL,
     LOSS,
     LOSS_ERROR,
+    PERPLEXITY,
     RECOVERED,
     RECOVERED_ERROR,
     RealRun,
@@ -28,7 +29,9 @@ from experiments.report.real_runs import (
     best_runs,
     quality_cells,
     real_runs,
+    relative,
     title_of,
+    windows_of,
 )
 from experiments.report.results import Results, failures, number
 from experiments.report.targets import RunTargets
@@ -64,6 +67,26 @@ def main_finding(rows: Sequence[Row]) -> str:
     return found[0].removesuffix(".") if found else ""
 
 
+#: The scheme of the first page's number.
+QUOTED = "int4_g64"
+
+
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """What the best method leaves of the loss of 4-bit weights, beside rounding, on the first model's first text."""
+    for run in best_runs(rows):
+        text, results = next(iter(run.texts.items()))
+        name = next((one.method for one in bests(run, text) if one.scheme == QUOTED), "")
+        row = results.row(QUOTED, name, PERPLEXITY)
+        rounded = relative(results, QUOTED, ROUNDING)
+        if row is not None and rounded:
+            what = (
+                f"change of the perplexity of {run.model} on {text} ({windows_of(results)}) with int4 weights, groups of 64, "
+                f"by {name}"
+            )
+            return [Card(row, relative(results, QUOTED, name), what, f"{rounded} by rounding; bfloat16 is 0")]
+    return []
+
+
 class Best(NamedTuple):
     """The method of a scheme that does best on the other text, the share that it removes, and how many were compared."""
 
@@ -95,16 +118,18 @@ def best_of(run: RealRun) -> list[str]:
 def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
     """Of one text."""
     several = [one for one in found if one.compared > 1]
-    said = f"{run.model}, {text} ({run.where.run}): "
+    said, words = f"{run.model}, {text} ({run.where.run}): ", []
     if several:
         name, times = Counter(one.method for one in several).most_common(1)[0]
         low, high = (number(limit(one.share for one in several), 0) for limit in (min, max))
         of = f"{name} in {times} of {len(several)}"
-        said += f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"
-    alone = [f"{one.scheme} ({one.method} {number(one.share, 0)}%)" for one in found if one.compared <= 1]
-    return (
-        said + "; " * bool(several and alone) + f"one method alone in {', '.join(alone)}" * bool(alone) + "."
-    )
+        words += [f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"]
+    alone = [
+        f"{one.scheme}: only {one.method} was measured ({number(one.share, 0)}%)"
+        for one in found
+        if one.compared <= 1
+    ]
+    return said + "; ".join([*words, *alone]) + "."
 
 
 def best_table(run: RealRun, text: str) -> list[Table]:

@@ -14,13 +14,16 @@ from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import (
     CHANGE,
     CHANGE_ERROR,
+    PERPLEXITY,
     RealRun,
     about_of,
     best_runs,
     findings_of,
     quality_cells,
     real_runs,
+    relative,
     title_of,
+    windows_of,
 )
 from experiments.report.results import Results, failures, family, number
 
@@ -133,9 +136,6 @@ TOLD = (("int8_rowwise", True), ("fp8_rowwise", True), ("int4_g32_asymmetric", F
         ("nvfp4", True), ("mxfp4_rceil", True))  # fmt: skip
 
 
-PERPLEXITY = "perplexity, change"
-
-
 def short_finding(rows: Sequence[Row]) -> str:
     """What a few schemes cost the first model, for the first page."""
     runs = best_runs(rows)
@@ -171,15 +171,12 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         if not with_inputs
         and (change := results.value(run.setting(method, False), method, PERPLEXITY)) is not None
     ]
-    loss, error = (results.value(setting, first, metric) for metric in (CHANGE, CHANGE_ERROR))
     beside = "the same model in bfloat16"
-    if loss is not None and error is not None:
-        # The standard error of a ratio of perplexities is that of the loss times the ratio.
-        beside += f" (standard error {100 * math.exp(loss) * error:.1f}%)"
     if fours:
         beside += "; the best of 4-bit weights alone: {1} {0:+.1f}%".format(*min(fours))
-    what = f"change of the perplexity of {run.model} on {text} by INT8 weights and inputs, not calibrated"
-    return [Card(row, f"{row.value:+.1f}%", what, beside)]
+    where = f"{run.model} on {text} ({windows_of(results)})"
+    what = f"change of the perplexity of {where} by INT8 weights and inputs, not calibrated"
+    return [Card(row, relative(results, setting, first) or f"{row.value:+.1f}%", what, beside)]
 
 
 def finding(run: RealRun) -> str:

@@ -188,6 +188,11 @@ class Card:
         return self.row.date[:10]
 
     @property
+    def short(self) -> bool:
+        """Whether its run is a short one."""
+        return table_parts(self.row.table)[1] == QUICK
+
+    @property
     def run(self) -> str:
         """Its device, and that its run is a short one."""
         return runs_of([self.row])[0]

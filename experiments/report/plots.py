@@ -170,12 +170,14 @@ def dots(
     width: float = 8.2,
     height: float = 0.175,
     legend: int = 3,
+    written: bool = False,
 ) -> Figure:
     """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
     base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
-    width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it.
+    width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it. written:
+    whether each value stands at its marker, in the marker's colour.
     """
     places = [
         place for place in range(len(labels)) if any(is_number(values[place]) for values in series.values())
@@ -185,7 +187,7 @@ def dots(
     errors = {name: [values[place] for place in places] for name, values in (errors or {}).items()}
     figure, (axis,) = subplots(1, 1, (width, 0.7 + height * max(1, len(labels))))
     heights = [-height for height in range(len(labels))]
-    ends = [0.0]
+    ends, notes = [0.0], list[Any]()
     for number, (name, values) in enumerate(series.items()):
         spread = errors.get(name) or [None] * len(values)
         drawn = [
@@ -210,6 +212,7 @@ def dots(
         )
         titles = [f"{labels[-height]}, {name}: {value:.4g}".replace("\n", " ") for value, height, _ in drawn]
         set_titles(figure, drawing[0], titles)
+        notes += [note_of(axis, value, place, color) for value, place, _ in drawn if written]
     axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
     if symlog is not None and axis.has_data():
@@ -224,7 +227,16 @@ def dots(
         axis.legend(
             loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, len(series)), frameon=False
         )
+    separate(notes)
     return figure
+
+
+def note_of(axis: Axes, value: float, place: float, color: str) -> Any:
+    """A value over its marker, until it is moved away from others."""
+    spot, side = (0, 4), "center"
+    return axis.annotate(
+        f"{value:.2f}", (value, place), spot, textcoords="offset points", ha=side, fontsize=7, color=color
+    )
 
 
 def heatmap(

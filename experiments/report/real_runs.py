@@ -14,6 +14,7 @@ from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.report.results import Results, Where, number
 
 CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
+PERPLEXITY = "perplexity, change"
 KL, KL_ERROR = "KL", "KL, standard error"
 #: Of methods with data the shares of rounding's KL and of its loss that they take away.
 RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
@@ -173,18 +174,27 @@ def quality_cells(results: Results, setting: str, method: str) -> list[str]:
     ]
 
 
+def relative(results: Results, setting: str, method: str) -> str:
+    """The change of perplexity with its standard error, in percent; "" where it was not measured or is not finite."""
+    change, loss, error = (results.value(setting, method, one) for one in (PERPLEXITY, CHANGE, CHANGE_ERROR))
+    if change is None or loss is None or error is None or not math.isfinite(change):
+        return ""
+    # The standard error of a ratio of perplexities is that of the loss times the ratio.
+    return f"{change:+.1f} ± {100 * math.exp(loss) * error:.1f}%"
+
+
+def windows_of(results: Results) -> str:
+    """How much text a table is measured on: "32 windows of 2048 tokens"."""
+    count, length = (results.value(WEIGHTS, BASE, one) for one in ("windows", "tokens of a window"))
+    return f"{number(count, 0)} windows of {number(length, 0)} tokens"
+
+
 def conditions(name: str, results: Results) -> str:
     """Text, windows and beginning of a table, and the dense model's perplexity."""
-    value = {
-        metric: results.value(WEIGHTS, BASE, metric)
-        for metric in ("windows", "tokens of a window", "perplexity")
-    }
+    perplexity = results.value(WEIGHTS, BASE, "perplexity")
     bos = results.value(WEIGHTS, BASE, "windows begin with BOS")
     beginning = "each begins with BOS" if bos else "none begins with BOS"
-    return (
-        f"Text {name}: {number(value['windows'], 0)} windows of {number(value['tokens of a window'], 0)} tokens, {beginning}; "
-        f"the dense model's perplexity is {number(value['perplexity'], 2)}."
-    )
+    return f"Text {name}: {windows_of(results)}, {beginning}; the dense model's perplexity is {number(perplexity, 2)}."
 
 
 def with_error(results: Results, setting: str, method: str, metric: str, error: str) -> str:

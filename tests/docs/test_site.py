@@ -110,6 +110,19 @@ def test_reports_are_pages_of_the_site_and_are_found():
     assert "<details" not in pages["linear.md"]
 
 
+def test_copies_of_reports_lead_back_to_the_site_and_search_it():
+    found = generate.with_header("<head></head>\n<body>\n<nav></nav>")
+    assert found.startswith('<head></head>\n<body>\n<header class="site"><a href="../index.html">ao_lab</a>')
+    assert '<form action="../search.html"><input name="q"' in found
+    written = {f"generated/results/{name}" for name in results.pages()} | {"generated/api/index.md"}
+    gone = [
+        name
+        for name in generate.HEADER
+        if f"{name}.md" not in written and not (ROOT / "docs" / f"{name}.md").is_file()
+    ]
+    assert gone == []
+
+
 def test_links_of_reports_that_lead_nowhere_are_found(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.csv").write_text("")
