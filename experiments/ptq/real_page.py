@@ -105,13 +105,13 @@ def drawing(run: RealRun) -> Drawing | None:
     panels = run.panels(partial(points, run, CHANGE, BASE))
     if not panels:
         return None
-    figure = scatter_panels(
-        panels, "size of the model (MB, decimal)", "increase of the loss (nats)", symlog=LINEAR
-    )
+    labels = "size of the model (MB, decimal)", "increase of the loss (nats)"
+    wide = scatter_panels(panels, *labels, symlog=LINEAR)
+    narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.7)
     caption = (
         f"{run.model}: loss against bytes, rounding to the nearest; linear below {LINEAR}, logarithmic above."
     )
-    return Drawing(f"ptq-real-{run.ending}", caption, figure)
+    return Drawing(f"ptq-real-{run.ending}", caption, wide, narrow)
 
 
 def points(run: RealRun, metric: str, base: str, results: Results, inputs: bool) -> list[Point]:

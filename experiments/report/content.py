@@ -122,11 +122,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with the name of its file and its caption."""
+    """A figure with the name of its file and its caption; for phones perhaps a narrow one that shows the same."""
 
     name: str
     caption: str
     figure: Figure
+    narrow: Figure | None = None
 
     @property
     def empty(self) -> bool:

@@ -23,7 +23,7 @@ import importlib.resources
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -383,13 +383,19 @@ def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Pa
         rows=rows,
         measured=note(rows),
         versions=ran_on(rows),
-        pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
+        pictures=drawn(drawings.values()),
         question=getattr(module, "QUESTION", ""),
         cards=optional(module, "cards", rows),
         headlines=optional(module, "headlines", rows),
         main_finding=optional(module, "main_finding", rows) or counted(targets),
         targets=targets,
     )
+
+
+def drawn(drawings: Collection[Drawing]) -> dict[str, str]:
+    """Each figure as SVG by the name of its file, narrow ones behind the others."""
+    pictures = {one.name: svg(one.figure) for one in drawings}
+    return pictures | {f"{one.name}-narrow": svg(one.narrow) for one in drawings if one.narrow}
 
 
 def optional(module: ModuleType, name: str, rows: Sequence[Row]) -> Any:

@@ -130,15 +130,16 @@ def scatter_panels(
     *,
     symlog: float | None = None,
     columns: int = 2,
+    width: float = 5.4,
     colors: Mapping[str, str] = COLORS,
 ) -> Figure:
-    """One scatter plot per panel, on common axes; points with a label carry it.
+    """One scatter plot per panel, on common axes; points with a label carry it. width: of a panel, in inches.
 
     symlog: the value up to which the vertical axis is linear, and above which it is logarithmic. colors: of the families that
     points name, in the legend's order.
     """
     rows = math.ceil(len(panels) / columns)
-    figure, axes = subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
+    figure, axes = subplots(rows, columns, (width * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
         _scatter(figure, axis, points, symlog, colors)
         axis.set_title(title, loc="left")
@@ -147,7 +148,8 @@ def scatter_panels(
         axis.tick_params(labelbottom=True, labelleft=True)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
+    families = {point.family for points in panels.values() for point in points}
+    family_legend(figure, families, colors, most=math.ceil(1.2 * width * columns))
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
     for axis in axes[: len(panels)]:
         separate(axis.texts)
@@ -327,13 +329,13 @@ def separate(notes: Iterable[Any]) -> None:
         taken.append(note.get_window_extent())
 
 
-def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:
-    """The colours of the families that a figure shows, over it."""
+def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str], most: int = 12) -> None:
+    """The colours of the families that a figure shows, over it, at most so many beside each other."""
     from matplotlib.lines import Line2D
 
     shown = [name for name in colors if name in families]
     handles = [Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in shown]
-    figure.legend(handles=handles, loc="upper center", ncols=max(1, len(shown)), frameon=False)
+    figure.legend(handles=handles, loc="upper center", ncols=max(1, min(most, len(shown))), frameon=False)
 
 
 # Line plots in the style of `experiments.report.plots`.

@@ -85,7 +85,7 @@ def test_every_record_is_on_its_page_and_drawn(monkeypatch):
 
 def test_links_to_reports():
     content = ["[a](../../reports/ptq.md) [b](../reports/limits.md#x)"]
-    generate.rewrite(None, "guides/calibrate", content)
+    generate.rewrite(None, "guides/qat", content)
     assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/limits.html)"]
     with pytest.raises(ValueError, match=r"reports/none\.md, which is not there"):
         generate.rewrite(None, "faq", ["[a](../reports/none.md)"])

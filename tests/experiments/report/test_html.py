@@ -5,12 +5,13 @@ import re
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
-from experiments.report import committed, history, plots
+from experiments.report import committed, history, pages, plots
 from experiments.report.content import (
     Card,
     Comparison,
@@ -117,10 +118,13 @@ def test_the_count_is_of_the_lines():
         [published("time", 1.0, 2.0), published("perplexity", 8.1, None), published("time", 1.0, None)]
     )
     assert board.counted == (
-        "No published accuracy is measured here yet (0 of 1); 1 of 3 published values are compared with one measured here (same "
-        "model, method and metric; devices may differ)"
+        "No published accuracy is measured here yet (0 of 1); 1 of 3 published values are compared with one measured here "
+        "(same model, method and metric; devices may differ)"
     )
-    many = [replace(published("time", 1.0, 2.0), model=f"{name} {size}") for name, size in zip("aaab", "1234", strict=True)]
+    many = [
+        replace(published("time", 1.0, 2.0), model=f"{name} {size}")
+        for name, size in zip("aaab", "1234", strict=True)
+    ]
     assert scoreboard(many).counted.endswith(", 3 of them of one model, a")
     assert "of one model" not in scoreboard(many[2:]).counted
     assert [len(table.lines) for table in board.tables] == [1, 2]
