@@ -149,7 +149,7 @@ def scatter_panels(
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     families = {point.family for points in panels.values() for point in points}
-    family_legend(figure, families, colors, most=math.ceil(1.2 * width * columns))
+    family_legend(figure, families, colors, most=int(0.9 * width * columns))
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
     for axis in axes[: len(panels)]:
         separate(axis.texts)
