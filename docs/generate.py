@@ -63,6 +63,7 @@ SEARCHED = {
     "guides/quantize": ("quantise", "quantise a model", "quantisation"),
     "guides/calibrate": ("calibration", "calibrate"),
     "guides/lora": ("LoRA", "QLoRA"),
+    "guides/serve": ("vLLM", "llama.cpp", "GGUF", "serve", "serving"),
     "generated/results/index": (
         "results",
         "reports",
