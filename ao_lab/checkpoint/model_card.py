@@ -461,8 +461,8 @@ def generating(contents: Contents, folder: Path, base: str) -> list[str]:
     beside = any(
         (folder / name).is_file() for name in (TOKENIZER_SETTINGS, "tokenizer.json", "tokenizer.model")
     )
-    name = folder.name if beside or not ON_HUB.fullmatch(base) else base
-    told = "" if beside or name == base else ", with the tokenizer saved in the same folder"
+    name = folder.name if beside or not base else base
+    told = "" if beside else ", with the base model's tokenizer, since none was saved in this folder"
     chats = (folder / TEMPLATE).is_file() or '"chat_template"' in (page(folder / TOKENIZER_SETTINGS) or "")
     inputs = ['inputs = tokenizer("The capital of France is", return_tensors="pt")']
     if chats:

@@ -85,7 +85,8 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
         raise ValueError(f"{t!r}: {NO_SPARSE}")
     export = export_of(t.recipe)
     if export is None or len(t.shape) != 2 or t.block_axis != -1:
-        raise ValueError(f"compressed-tensors has no format for {t!r}")
+        what = t.recipe if export is None else repr(t)
+        raise ValueError(f"compressed-tensors has no format for {what}")
     if dtype not in DTYPES:
         raise ValueError(f"{t!r}: loaders compute in float32, bfloat16 or float16, not {dtype}")
     check_recipe(t.recipe)
@@ -280,7 +281,8 @@ def grouped(reasons: Sequence[str]) -> list[str]:
 def fallback_note(reasons: Sequence[str], adaptable: bool) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     reasons = grouped(reasons)
-    more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
+    left = len(reasons) - 2
+    more = f"; and {left} other reason{'s' * (left > 1)}" if left > 0 else ""
     way = (
         'For these loaders quantize with config.for_layout("compressed-tensors")'
         if adaptable

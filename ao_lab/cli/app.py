@@ -504,8 +504,20 @@ def options(
             help="Log progress to stderr (logger ao_lab); -vv logs details.",
         ),
     ] = 0,
+    imports: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE.py",
+            help="Run this file first: formats and schemes that it registers (ao_lab.register) have names then; repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Options that stand before the command."""
+    from ao_lab.cli.plugins import run_file
+
+    for file in imports or []:
+        run_file(file)
     if verbose:
         from ao_lab.cli.terminal import log_to_stderr
 

@@ -56,11 +56,13 @@ def command(
     ] = None,
     new_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of generate() that are timed; 0 leaves generate() out.")
-    ] = 32,
+    ] = 16,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="Timed calls of generate() per model, after two that warm up."),
-    ] = 5,
+        typer.Option(
+            min=1, help="Timed calls of generate() per model, after one that warms up (two, compiled)."
+        ),
+    ] = 3,
     compiled: Annotated[
         bool | None,
         typer.Option(
@@ -121,13 +123,13 @@ def shape_of(given: str) -> list[int]:
         ) from error
 
 
+#: Columns that are set to the right.
+NUMBERS = ("time", "time a token", "baseline", "tokens/s", "speedup")
+
+
 def show(found: Benchmark) -> None:
     """The tables, and what they hold for."""
-    from ao_lab.measure.times import GENERATE, LAYERS
-
-    if cells := found.layer_cells():
-        print_table("Linear layers", LAYERS, cells, LAYERS[3:6])
-    if cells := found.generate_cells():
-        print_table(f"generate() of {found.model}", GENERATE, cells, GENERATE[3:])
+    for title, (head, *rows) in found.tables():
+        print_table(title, head, rows, NUMBERS)
     for note in found.notes:
         console().print(note, markup=False)

@@ -56,8 +56,8 @@ def command(
     text: Annotated[
         str | None,
         typer.Option(
-            "--eval",
             "--text",
+            "--eval",
             metavar="TEXT",
             help="Evaluation text: a file, or wikitext2 with --corpus-path. Default: Python source code of sympy.",
         ),
@@ -143,21 +143,18 @@ def run(
     if out is not None:
         check_writable(out, "--out")
         check_extra("plot")
-    try:
-        configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
-        written, changes = as_written(model_dir, configs, layout)
-        with track_progress("compare", plain=as_json, transient=True) as work:
-            found = compare(
-                model_dir,
-                written,
-                changes=changes,
-                device=device,
-                out=out,
-                progress=lambda what, done, total: work.at(done, what, total),
-                **settings,
-            )
-    except WrongInput as error:
-        raise WrongInput(str(error).replace("--text", "--eval")) from error
+    configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
+    written, changes = as_written(model_dir, configs, layout)
+    with track_progress("compare", plain=as_json, transient=True) as work:
+        found = compare(
+            model_dir,
+            written,
+            changes=changes,
+            device=device,
+            out=out,
+            progress=lambda what, done, total: work.at(done, what, total),
+            **settings,
+        )
     if as_json:
         print_json(found.to_dict())
         return
@@ -206,8 +203,9 @@ def as_written(source: Path, configs: dict[str, Any], layout: str) -> tuple[dict
 
 
 def show(found: Any) -> None:
-    """The table, and what it holds for."""
-    head, *rows = found.table()
-    print_table(f"{found.model} on {found.conditions['text']}", head, rows, head[1:])
+    """The tables, which configuration is best, and what they hold for."""
+    titles = (f"{found.model} on {found.conditions['text']}", "Size and speed", "Tasks")
+    for title, (head, *rows) in zip(titles, found.tables(), strict=False):
+        print_table(title, head, rows, head[1:])
     for note in found.notes:
         console().print(note, markup=False)

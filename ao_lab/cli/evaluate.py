@@ -97,9 +97,8 @@ def show(results: Evaluation, as_json: bool) -> None:
         print_json(results.to_dict())
         return
     rows = [
-        [task, f"relative error, {name}" if task == "weights" else name, f"{value:.6g}"]
-        for task, numbers in results.tasks.items()
-        for name, value in numbers.items()
+        [task, f"relative error, {name}" if task == "weights" else name, value]
+        for task, name, value in results.lines()
     ]
     begun = results.conditions.get("windows_begin_with")
     title = f"{results.model} on {results.conditions.get('text', 'tasks')}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import runpy
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from ao_lab.install import packages
-from ao_lab.install.extras import ROOT, is_clone
+from ao_lab.install.extras import ROOT, WrongInput, is_clone
 from ao_lab.install.packages import NAMES
 
 GROUP = "ao_lab.commands"
@@ -47,6 +48,20 @@ def load(target: str) -> Any:
     if package in NAMES:
         packages.check(package)
     return getattr(importlib.import_module(module), name)
+
+
+def run_file(path: Path) -> None:
+    """Run a user's file, which registers formats, schemes and configurations of its own, before a command looks for them.
+
+    WrongInput where there is no such file, and for what the library refuses in it; other errors of the file are its own and
+    keep their traceback.
+    """
+    if not path.is_file():
+        raise WrongInput(f"--import {path} is no file; give a Python file that calls ao_lab.register")
+    try:
+        runpy.run_path(str(path), run_name="ao_lab_import")
+    except ValueError as error:
+        raise WrongInput(f"--import {path}: {error}") from error
 
 
 class Commands(TyperGroup):

@@ -278,8 +278,10 @@ class Work:
     done: int = 0
     word: str = ""
     started: float = field(default_factory=time.monotonic)
-    #: How much was done when a count first came, and when: what was kept of an earlier run has no pace.
+    #: How much was done when a step was first finished after a count came, and when: what was kept of an earlier run has no
+    #: pace, and the first step compiles and reads what later ones find.
     first: tuple[int, float] | None = None
+    warm: bool = False
 
     def step(self, word: str = "") -> None:
         """One more step is done."""
@@ -288,7 +290,8 @@ class Work:
     def at(self, done: int, word: str = "", total: int | None = None) -> None:
         """So many steps are done; a word stays until another comes."""
         self.done, self.word, self.total = done, word or self.word, total or self.total
-        if self.total and self.first is None:
+        if self.total and (self.first is None or (not self.warm and done > self.first[0])):
+            self.warm = self.first is not None
             self.first = (done, time.monotonic())
 
     def line(self, began: float) -> str:

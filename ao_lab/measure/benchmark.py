@@ -77,8 +77,8 @@ EAGER, GRAPH, COMPILED = "eager", "CUDA graph", "compiled"
 PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
 #: Copies of a layer at most.
 COPIES = 8
-#: Calls of generate() that are timed, and calls before them that warm up and compile.
-ROUNDS, WARMUP = 5, 2
+#: Calls of generate() that are timed, and calls before them that warm up; compiled ones take two, of which one records.
+ROUNDS, WARMUP = 3, {EAGER: 1, COMPILED: 2}
 #: How much slower than one thread all threads of a CPU may be before their time is in doubt.
 SLOWER = 2.0
 #: Rows of what is not quantized, and the time of its first call once more, have these names.
@@ -89,14 +89,25 @@ def _silent(what: str, done: int, total: int) -> None:
     """Says nothing."""
 
 
-def _said(progress: Progress, what: str, done: int, total: int, name: str) -> None:
-    """Call `progress` with what is under way for a configuration."""
-    progress(f"{what}, {name}", done, total)
+@dataclass
+class Parts:
+    """How far a benchmark is, in parts of about the same length: the layers of a shape, and a round of generate().
 
+    generate() comes first, and of it the largest batch: what is left is forecast from parts that are among the longest.
+    """
 
-def _said_of(say: Callable[[str], None], name: str, word: str) -> None:
-    """Call `say` with a configuration's name, and a word about it."""
-    say(f"{name}, {word}")
+    progress: Progress = _silent
+    total: int = 0
+    done: int = 0
+
+    def say(self, what: str) -> None:
+        """What is under way."""
+        self.progress(what, self.done, self.total)
+
+    def finish(self, until: int) -> None:
+        """So many parts are behind; of what failed early those that it did not take are no work that was done."""
+        self.total -= until - self.done
+        self.say("")
 
 
 def benchmark(
@@ -105,7 +116,7 @@ def benchmark(
     shapes: Sequence[Sequence[int]] = (),
     configs: Sequence[Given] | Mapping[str, Given] | None = None,
     batch: Sequence[int] = (1, 16),
-    new_tokens: int = 32,
+    new_tokens: int = 16,
     rounds: int | None = None,
     compiled: bool | None = None,
     device: str | None = None,
@@ -120,9 +131,9 @@ def benchmark(
     then it is timed as it is beside its dequantized copy, and there are no `configs`. shapes: products (tokens, outputs,
     inputs), with or without a model. configs: as for `compare`, without folders; None: seven usual ones. batch: tokens of the
     layers' inputs, and sequences of generate(). new_tokens: of generate(); 0 leaves it out. rounds: timed calls of
-    generate(), after two that warm up; None: 5. compiled: whether generate() is timed compiled too, which takes a GPU; None:
-    where there is one. out: a folder for benchmark.json, after each shape and each generate(), so that the same call goes on
-    where one was stopped. progress: called with a name, parts done, and of how many.
+    generate(), after one that warms up (two, compiled); None: 3. compiled: whether generate() is timed compiled too, which
+    takes a GPU; None: where there is one. out: a folder for benchmark.json, after each shape and each generate(), so that the
+    same call goes on where one was stopped. progress: called with a name, parts done, and of how many.
 
     Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
     status "failed" and a reason. A speedup that cannot be trusted says why (`Timed.doubt`): its rounds disagree, or on a CPU
@@ -269,6 +280,7 @@ class Work:
     rows: list[Timed] = field(default_factory=list)
     kept: KeptTimes = field(default_factory=lambda: KeptTimes(None, {}))
     rounds: int | None = None
+    parts: Parts = field(default_factory=Parts)
 
     def run(
         self,
@@ -280,25 +292,46 @@ class Work:
         compiled: bool | None,
         progress: Progress,
     ) -> list[Timed]:
-        """Layers of all shapes, then generate()."""
+        """generate(), the largest batch first, then layers of all shapes; rows of layers come first."""
         own = {} if model is None else layers_of(model)
         examples = {shape: example_of(layers) for shape, layers in own.items()} if stored else {}
         own = {shape: layers for shape, layers in own.items() if not stored or examples[shape] is not None}
         counts = Counter({(tokens, *shape): len(layers) for shape, layers in own.items() for tokens in batch})
         shapes = list(dict.fromkeys([*counts, *products]))
-        generates = model is not None and new_tokens > 0
-        modes = self.modes(compiled)
-        total = len(shapes) + (len(batch) * len(modes) if generates else 0)
-        for done, shape in enumerate(shapes):
-            progress("x".join(map(str, shape)), done, total)
-            self.rows += self.kept_layers(shape, counts[shape], examples.get(shape[1:]))
-        if model is not None and generates:
+        runs = [(size, mode) for mode in self.modes(compiled) for size in batch]
+        runs = runs if model is not None and new_tokens > 0 else []
+        self.parts = Parts(progress, self.to_time(shapes, examples, runs))
+        self.parts.say("")
+        generated = dict[tuple[int, str], list[Timed]]()
+        if model is not None and runs:
             dense = dense_copy(model) if stored else model
-            for at, (size, mode) in enumerate((size, mode) for mode in modes for size in batch):
-                say = partial(_said, progress, f"generate(), batch {size}, {mode}", len(shapes) + at, total)
-                self.rows += self.generation(dense, model if stored else None, size, new_tokens, mode, say)
-        progress("", total, total)
+            for size, mode in sorted(runs, reverse=True):
+                kept = model if stored else None
+                generated[size, mode] = self.generation(dense, kept, size, new_tokens, mode)
+        for shape in shapes:
+            self.rows += self.kept_layers(shape, counts[shape], examples.get(shape[1:]))
+        self.rows += [row for run in runs for row in generated[run]]
+        progress("", self.parts.total, self.parts.total)
         return self.rows
+
+    def to_time(
+        self, shapes: Sequence[Shape], examples: Mapping[Any, Any], runs: Sequence[tuple[int, str]]
+    ) -> int:
+        """How many parts there are that no earlier call has kept."""
+        names = [STORED] if examples else list(self.makers)
+        base = name_of_dtype(self.dtype)
+        layers = sum(not self.kept.layer(shape, [base, *names]) for shape in shapes)
+        calls = (
+            self.calls_of(mode)
+            for size, mode in runs
+            for one in names
+            if not self.kept.generated(size, mode, one)
+        )
+        return layers + sum(calls)
+
+    def calls_of(self, mode: str) -> int:
+        """Calls of generate() of each model, those that warm up among them."""
+        return WARMUP[mode] + (self.rounds or ROUNDS)
 
     def modes(self, compiled: bool | None) -> tuple[str, ...]:
         """How generate() runs."""
@@ -310,8 +343,10 @@ class Work:
         names = [name_of_dtype(self.dtype), *([STORED] if example is not None else self.makers)]
         found = self.kept.layer(shape, names)
         if not found:
+            self.parts.say("x".join(map(str, shape)))
             found = self.layers(shape, count, example)
             self.kept.measured(found)
+            self.parts.done += 1
         return found
 
     @torch.no_grad()
@@ -391,7 +426,6 @@ class Work:
         batch: int,
         new_tokens: int,
         mode: str,
-        say: Callable[[str], None] = lambda name: None,
     ) -> list[Timed]:
         """Times of a token of generate(), by configuration, each in turn with the dense model."""
         check_language_model(dense, "the model")
@@ -404,15 +438,16 @@ class Work:
                 bases = [] if told_of_base else self.kept.generated(batch, mode, base)
                 rows += [*bases, *before]
                 continue
-            say(name)
+            what = f"generate(), batch {batch}, {mode}, {name}"
+            self.parts.say(what)
+            behind = self.parts.done + self.calls_of(mode)
             try:
                 pair = {base: dense, name: copy.deepcopy(dense) if stored is None else stored}
                 if maker is not None:
                     maker(pair[name])
                 if mode == COMPILED:
                     pair = prepared(pair, dense, stored)
-                told = partial(_said_of, say, name)
-                times = self.in_turn(pair, batch, new_tokens, mode, told)
+                times = self.in_turn(pair, batch, new_tokens, mode, what)
                 found = timed("generate", times, mode, (batch,), 0, {})
                 new = [row for row in found if row.name != base or not any(one.name == base for one in rows)]
                 rows += new
@@ -421,6 +456,7 @@ class Work:
                 if not refused(error):
                     raise
                 rows.append(Timed("generate", name, mode, (batch,), status=FAILED, reason=reason(error)))
+                self.parts.finish(behind)
             finally:
                 pair = {}
                 if self.device.startswith("cuda"):
@@ -433,7 +469,7 @@ class Work:
         batch: int,
         new: int,
         mode: str,
-        say: Callable[[str], None] = lambda word: None,
+        what: str = "",
     ) -> dict[str, list[float]]:
         """Seconds of a new token by each model, round by round, after calls that warm up and compile."""
         random = torch.Generator().manual_seed(0)
@@ -441,14 +477,15 @@ class Work:
         ids = torch.randint(table.weight.shape[0], (batch, PROMPT), generator=random)
         prompt, options = ids.to(self.device), {"disable_compile": True} if mode == EAGER else {}
         times: dict[str, list[float]] = {name: [] for name in models}
-        rounds = WARMUP + (self.rounds or ROUNDS)
+        rounds = self.calls_of(mode)
         with several_compiled() if mode == COMPILED else nullcontext():
             for number in range(rounds):
-                say(f"round {number + 1} of {rounds}")
+                self.parts.say(f"{what}, round {number + 1} of {rounds}")
                 for name, model in models.items():
                     seconds = by_transformers(model, prompt, new, **options)[0]
-                    if number >= WARMUP:
+                    if number >= WARMUP[mode]:
                         times[name].append(seconds / new)
+                self.parts.done += 1
         return times
 
 

@@ -61,8 +61,8 @@ from ao_lab.measure.folders import (
     on_device,
     windows_for,
 )
-from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory
-from ao_lab.measure.times import FAILED, OK, speedup_of
+from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory, tells_peak
+from ao_lab.measure.times import FAILED, OK, differing, speedup_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -330,11 +330,12 @@ class Store:
             before, parts = dict(kept["made_by"]), dict(kept.get("parts", {}))
         except (ValueError, KeyError, TypeError) as error:
             raise WrongInput(f"{folder / FILE} is no comparison: {error}; choose another folder") from error
-        other = [key for key, value in store.conditions.items() if found.conditions.get(key) != value]
-        if found.model != model or other:
+        if other := differing(
+            {"model": found.model, **found.conditions}, {"model": model, **store.conditions}
+        ):
             raise WrongInput(
-                f"--out {folder} holds a comparison of other conditions ({', '.join(other) or 'the model'} differ); choose "
-                f"another folder, or remove {folder / FILE}"
+                f"--out {folder} holds a comparison of other conditions: {other}; choose another folder, or remove "
+                f"{folder / FILE}"
             )
         # Rows of names that are not asked for now stay in the file.
         same = (
@@ -542,7 +543,7 @@ class Work:
             by_transformers(one, prompt, min(self.new_tokens, 4), **UNCOMPILED)
         peak.begin()
         by_transformers(model, prompt, self.new_tokens, **UNCOMPILED)
-        over = peak.over()
+        over = peak.over() if tells_peak(device, held_bytes(base)) else None
         times = [
             [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
             for _ in range(ROUNDS)
@@ -557,6 +558,8 @@ class Work:
 
 #: The beginning of a reason that names a layer's shape.
 SHAPE = re.compile(r"^shape \([^)]*\): ")
+#: Where the advice begins of a reason that blocks do not divide a layer.
+PADDING = "; pad the tensor"
 
 
 def reasons_of(report: Any) -> dict[str, int]:
@@ -566,7 +569,7 @@ def reasons_of(report: Any) -> dict[str, int]:
         for one in report.layers
         if not one.changed and len(one.shape) == 2 and "Embedding" not in one.kind
     )
-    reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0]) for one in kept)
+    reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]) for one in kept)
     return dict(Counter(reasons).most_common())
 
 
@@ -575,6 +578,7 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
     found = results_of(sums, windows, ("perplexity",) if itself else ("perplexity", "agreement"), words=False)
     loss, far = found["perplexity"], found.get("agreement")
     values: dict[str, Any] = {name: loss.get(name) for name in ("loss", "loss_stderr")}
+    values["windows"] = len(windows.ids)
     if far is None:
         return values
     values |= {"difference": far["loss_difference"], "difference_stderr": far.get("loss_difference_stderr")}

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput, needed
-from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes
+from ao_lab.measure.intervals import ENOUGH, MEANING, half_interval, rounded, to_error
+from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes, digits, folded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Standard errors each side of an interval that holds 95% of normal values.
-SIDES = 1.96
+    from ao_lab.plot.tradeoff import Point
+
 #: What lm-evaluation-harness calls the standard error of a metric, behind its name.
 STDERR = "_stderr"
 #: What it calls the number of a task's examples.
@@ -30,10 +31,11 @@ class Compared:
     of all weights as they are stored; bits_per_parameter: these over all parameters. loss: nats per token, mean over windows,
     with its standard error; difference: from the unquantized model on the same windows, with the standard error of the paired
     difference. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
-    whose likeliest next token is the same. tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the
-    unquantized model, timed anew in turn with this one; speedup: the median of the rounds' ratios of the two; doubt: why it
-    cannot be trusted, "" where nothing speaks against it; load: the host's of the last minute then, and its cores. peak_bytes:
-    weights, and what generate() took beside them. seconds: what quantizing took. tasks: numbers by task of
+    whose likeliest next token is the same. windows: how many these are means over. tokens_per_second: of generate() at batch
+    1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with this one; speedup: the median of the
+    rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; load: the host's of the
+    last minute then, and its cores. peak_bytes: weights, and what generate() took beside them; None on a CPU for models of
+    less than 100 MB, of which the memory of a process says nothing. seconds: what quantizing took. tasks: numbers by task of
     lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
     changes: in what the configuration differs from the one that the name says.
     """
@@ -51,6 +53,7 @@ class Compared:
     kl: float | None = None
     kl_stderr: float | None = None
     agreement: float | None = None
+    windows: int | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
@@ -71,11 +74,28 @@ class Compared:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the perplexity, from the loss's standard error over windows."""
-        if self.loss is None or self.loss_stderr is None:
+        """The 95% interval of the perplexity, by Student's t from the loss's standard error over windows."""
+        reach = half_interval(self.loss_stderr, self.windows)
+        if self.loss is None or reach is None:
             return None
-        reach = SIDES * self.loss_stderr
         return math.exp(min(self.loss - reach, 700.0)), math.exp(min(self.loss + reach, 700.0))
+
+    @property
+    def half_difference(self) -> float | None:
+        """Half of the 95% interval of the paired difference from the unquantized model, by Student's t."""
+        return half_interval(self.difference_stderr, self.windows)
+
+    @property
+    def label(self) -> str:
+        """The name, and where layers stayed unquantized how many are quantized: "int4_g128 (3 of 22 layers)"."""
+        some = self.layers and self.of_layers and self.layers < self.of_layers
+        return f"{self.name} ({self.layers} of {self.of_layers} layers)" if some else self.name
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether no loss over the unquantized model's is known: the interval of the difference reaches 0."""
+        half = self.half_difference
+        return self.difference is not None and half is not None and self.difference <= half
 
 
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
@@ -83,6 +103,14 @@ COLUMNS = (
     "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
     "baseline tokens/s", "speedup", "peak MB",
 )  # fmt: skip
+#: Those of the two tables of a terminal, and how long a name is there.
+LOSSES = ("MB", "perplexity", "loss change", "KL")
+COSTS = ("layers", "bits/param", "tokens/s", "speedup", "peak MB")
+NARROW = 28
+#: What stands between a change of a configuration and its first reason.
+BECAUSE = ", because "
+#: What stands between a change of a configuration and its first reason.
+BECAUSE = ", because "
 
 
 @dataclass(frozen=True)
@@ -99,16 +127,21 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `ao-lab compare --json` prints them."""
         rows = [
-            {**asdict(row), "perplexity": row.perplexity, "perplexity_95": row.interval} for row in self.rows
-        ]
-        return {"model": self.model, "conditions": dict(self.conditions), "rows": rows}
+            {
+                **asdict(row), "perplexity": row.perplexity, "perplexity_95": row.interval,
+                "difference_95": row.half_difference,
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        return {"model": self.model, "conditions": dict(self.conditions), "rows": rows, "best": self.best}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Comparison:
         """What `to_dict` gave; ValueError for anything else."""
         try:
-            rows = tuple(_row_of(row) for row in given["rows"])
-            return cls(given["model"], rows, dict(given["conditions"]))
+            told = dict(given["conditions"])
+            rows = tuple(_row_of({"windows": told.get("windows"), **row}) for row in given["rows"])
+            return cls(given["model"], rows, told)
         except (KeyError, TypeError) as error:
             raise WrongInput(f"this is no comparison as Comparison.to_dict gives it: {error}") from error
 
@@ -136,57 +169,118 @@ class Comparison:
         ]
         return [[line[at] for at in kept] for line in lines]
 
+    def tables(self, width: int = NARROW) -> list[list[list[str]]]:
+        """The same in two tables of at most 80 columns, losses and then sizes and speeds, and one of tasks where there are any.
+
+        A name of more than `width` letters goes on in a line of its own.
+        """
+        head, *rows = self.table()
+        own = [name for name in head if name not in COLUMNS]
+        parts = ([head[0], *(name for name in names if name in head)] for names in (LOSSES, COSTS, own))
+        at = {name: number for number, name in enumerate(head)}
+        return [
+            folded([[line[at[name]] for name in names] for line in (head, *rows)], width)
+            for names in parts
+            if len(names) > 1
+        ]
+
     def to_markdown(self) -> str:
-        """The table, and what it holds for."""
+        """The table, which configuration is best, and what the table holds for."""
         head, *rows = self.table()
         lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return "\n\n".join([f"# {self.model}: configurations compared", table, *self.notes, ""])
 
     @property
+    def best(self) -> str:
+        """Which configuration is best as far as the measurement tells, in one line; "" where none was measured.
+
+        It is the smallest of those whose loss is not above the unquantized model's beyond the 95% interval of the paired
+        difference; where there is none, that of the least loss. Of fewer than `ENOUGH` windows none is named.
+        """
+        rows = [one for one in self.rows[1:] if one.difference is not None and math.isfinite(one.difference)]
+        if not rows:
+            return ""
+        windows = min(one.windows or 0 for one in rows)
+        if windows < ENOUGH:
+            return (
+                f"Best: {windows} window{'s' * (windows != 1)} cannot tell; measure {ENOUGH} or more (a longer text, --limit, "
+                "or a shorter --length)."
+            )
+        within = [one for one in rows if one.within_noise]
+        if within:
+            found = min(within, key=lambda one: one.bytes or math.inf)
+            why = "the smallest whose loss is within noise of the unquantized model's"
+        else:
+            found = min(rows, key=lambda one: one.difference or 0.0)
+            why = "all lose more than noise; this one loses least"
+        loss = rounded(found.difference, found.half_difference, sign=True)
+        return f"Best: {found.name} ({why}): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token."
+
+    @property
     def notes(self) -> list[str]:
-        """What readers of the table have to know."""
+        """What readers of the table have to know, the answer first."""
         told = self.conditions
-        text = f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}."
-        found = [
-            f"Perplexity and KL divergence from the unquantized model on {text} loss change: nats per token over the "
-            "unquantized model on the same windows, ± half of its 95% interval (1.96 standard "
-            "errors over windows). layers: quantized linear layers of all. "
-            "bits/param: stored bits over all parameters of the model, embeddings and unquantized layers too."
-        ]
-        if tasks := told.get("tasks"):
-            options = ("num_fewshot", "batch_size", "apply_chat_template")
-            given = [f"{name} {tasks[name]}" for name in options if tasks.get(name) not in (None, "False")]
-            found.append(
-                f"Tasks of lm-evaluation-harness: at most {tasks['limit']} examples of each{', '.join(['', *given])}; "
-                "± one standard error."
-            )
-        if told.get("new_tokens"):
-            found.append(
-                f"tokens/s: transformers' generate(), batch 1, {told['new_tokens']} new tokens, not compiled (ao-lab bench "
-                "times it compiled too, and batches); baseline tokens/s: of the unquantized model, timed anew in turn with "
-                "each configuration; speedup: over that baseline. peak MB: weights and what generate() took "
-                "beside them. MB are 10^6 bytes."
-            )
-        if told.get("calibration"):
-            found.append(f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}.")
-        why = ((row.name, row.reason) for row in self.rows if row.status != OK)
         loads = [(row.load, row.cores) for row in self.rows if row.load is not None]
-        found += busy_notes(*max(loads, default=(None, None)))
-        found += [
-            f"{', '.join(names)}: the speedup is noisy: {doubt}."
-            for doubt, names in _grouped((row.name, row.doubt) for row in self.rows if row.doubt).items()
-        ]
+        why = ((row.name, row.reason) for row in self.rows if row.status != OK)
         failed = [f"{', '.join(names)} failed: {reason}" for reason, names in _grouped(why).items()]
-        return [*failed, *self.changed(), *self.left(), *found, *told.get("notes", ())]
+        noisy = _grouped((row.name, row.doubt) for row in self.rows if row.doubt)
+        return [
+            *filter(None, [self.best]),
+            *failed,
+            *self.changed(),
+            *self.left(),
+            f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}. loss change: nats per "
+            f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
+            "unquantized model's. MB: 10^6 bytes.",
+            *self._of_tasks(),
+            *self._of_speed(),
+            *self._of_methods(),
+            *busy_notes(*max(loads, default=(None, None))),
+            *(f"{', '.join(names)}: the speedup is noisy: {doubt}." for doubt, names in noisy.items()),
+            *told.get("notes", ()),
+        ]  # fmt: skip
+
+    def _of_methods(self) -> list[str]:
+        """What was calibrated, and on what."""
+        told = self.conditions
+        if not told.get("calibration"):
+            return []
+        return [f"Methods {', '.join(told['methods'])}, calibrated on {told['calibration']}."]
+
+    def _of_tasks(self) -> list[str]:
+        """What numbers of the harness are of."""
+        if not (tasks := self.conditions.get("tasks")):
+            return []
+        options = ("num_fewshot", "batch_size", "apply_chat_template")
+        given = [f"{name} {tasks[name]}" for name in options if tasks.get(name) not in (None, "False")]
+        limit = f"at most {tasks['limit']} examples of each{', '.join(['', *given])}"
+        return [f"Tasks of lm-evaluation-harness: {limit}; {MEANING} over examples."]
+
+    def _of_speed(self) -> list[str]:
+        """How generate() was timed."""
+        if not (new := self.conditions.get("new_tokens")):
+            return []
+        peak = any(row.peak_bytes is not None for row in self.rows)
+        return [
+            "bits/param: stored bits over all parameters, embeddings too. tokens/s: generate(), batch 1, "
+            f"{new} new tokens, not compiled; speedup: over the unquantized model, timed in turn."
+            + " peak MB: weights and what generate() took."
+            * peak
+        ]
 
     def changed(self) -> list[str]:
-        """A sentence for each change of configurations that are others than their names say, with these names."""
-        said = _grouped((row.name, row.changes) for row in self.rows if row.changes)
+        """What is measured in place of configurations that are others than their names say; then each reason, with names."""
+        changed = [(row.name, one) for row in self.rows for one in filter(None, row.changes.split("; "))]
+        parts = [(name, *one.partition(BECAUSE)[::2]) for name, one in changed]
+        made = _grouped((name, what) for name, what, why in parts if why)
+        if not changed:
+            return []
+        what = "; ".join(f"{', '.join(names)}: {one}" for one, names in made.items())
+        reasons = _grouped((name, why or what) for name, what, why in parts)
         return [
-            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} measured as ao-lab quantize writes "
-            f"{'it' if len(names) == 1 else 'them'} for transformers and vLLM (--layout ao_lab: unchanged); {changes}."
-            for changes, names in said.items()
+            f"As ao-lab quantize writes them for transformers and vLLM (--layout ao_lab: unchanged){': ' * bool(what)}{what}.",
+            *(f"Because {why}: {', '.join(dict.fromkeys(names))}." for why, names in reasons.items()),
         ]
 
     def left(self) -> list[str]:
@@ -202,27 +296,31 @@ class Comparison:
             for (reason, count), rows in groups.items()
         ]
 
-    def plot(self, ax: Axes | None = None, theme: str | None = None) -> Figure:
-        """Loss against size, with what nothing beats: differences from the unquantized model, which is the line at 0.
+    def points(self) -> list[Point]:
+        """What `plot` draws: of each row that was measured its label, bytes, and difference with half of its interval."""
+        from ao_lab.plot.tradeoff import Point
 
-        Intervals are those of the paired differences, which are far narrower than those of losses. `ao_lab.plot.tradeoff`
-        draws it.
-        """
-        from ao_lab.plot.tradeoff import Point, tradeoff
-
-        points = [
-            Point(
-                row.name, float(row.bytes), row.difference or 0.0, row.difference_stderr or 0.0, number == 0
-            )
+        return [
+            Point(row.label, float(row.bytes), row.difference or 0.0, row.half_difference or 0.0, number == 0)
             for number, row in enumerate(self.rows)
             if row.bytes is not None and row.loss is not None
         ]
+
+    def plot(self, ax: Axes | None = None, theme: str | None = None) -> Figure:
+        """Loss against size, with what nothing beats: differences from the unquantized model, which is the line at 0.
+
+        Intervals are those of the paired differences, which are far narrower than those of losses; a configuration that is
+        better than another by less than both intervals is not drawn as better. Behind a name stands how many of the linear
+        layers it quantizes, where it is not all. `ao_lab.plot.tradeoff` draws it.
+        """
+        from ao_lab.plot.tradeoff import tradeoff
+
         title = f"{self.model} on {self.conditions.get('text', 'a text')}"
         labels = "size of the model, MB (10^6 bytes)", "loss over the unquantized model, nats per token"
-        return tradeoff(points, *labels, title=title, ax=ax, theme=theme)
+        return tradeoff(self.points(), *labels, title=title, ax=ax, theme=theme)
 
     def __str__(self) -> str:
-        return _aligned(self.table())
+        return "\n\n".join([*(_aligned(lines) for lines in self.tables()), *filter(None, [self.best])])
 
 
 def _grouped(said: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -252,37 +350,29 @@ def _cells(row: Compared) -> list[str]:
     return [
         row.name,
         _text("{}/{}", row.layers, row.of_layers),
-        _text("{:.1f}", None if row.bytes is None else row.bytes / 1e6),
+        "-" if row.bytes is None else digits(row.bytes / 1e6),
         _text("{:.2f}", row.bits_per_parameter),
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
-        _with_error("{:+.4f}", row.difference, _half(row.difference_stderr)),
-        _text("{:.3g}", row.kl),
-        _text("{:.3g}", row.tokens_per_second),
-        _text("{:.3g}", row.baseline_tokens_per_second),
+        rounded(row.difference, row.half_difference, sign=True),
+        to_error(row.kl, half_interval(row.kl_stderr, row.windows)),
+        "-" if row.tokens_per_second is None else digits(row.tokens_per_second),
+        "-" if row.baseline_tokens_per_second is None else digits(row.baseline_tokens_per_second),
         _text("{:.2f}x", row.speedup) + (NOISY if row.doubt else ""),
-        _text("{:.1f}", None if row.peak_bytes is None else row.peak_bytes / 1e6),
+        "-" if row.peak_bytes is None else digits(row.peak_bytes / 1e6),
     ]
 
 
 def _metric(row: Compared, task: str, name: str) -> str:
-    """A number of a task of the harness, with its standard error where it has one."""
+    """A number of a task of the harness, with half of its 95% interval where it has a standard error."""
     found = row.tasks.get(task, {})
-    error = found.get(f"{name}{STDERR}")
-    return _with_error("{:.4g}", found.get(name), error if isinstance(error, float) else None)
+    error, count = found.get(f"{name}{STDERR}"), found.get(EXAMPLES)
+    half = half_interval(error if isinstance(error, float) else None, None if count is None else int(count))
+    return rounded(found.get(name), half)
 
 
 def _text(form: str, *values: Any) -> str:
     return "-" if any(value is None for value in values) else form.format(*values)
-
-
-def _half(error: float | None) -> float | None:
-    """Half of a 95% interval."""
-    return None if error is None else SIDES * error
-
-
-def _with_error(form: str, value: float | None, error: float | None) -> str:
-    return _text(form, value) + ("" if error is None else f" ± {error:.4f}")
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -40,6 +40,7 @@ from ao_lab.measure.folders import (
     loaded,
     windows_for,
 )
+from ao_lab.measure.intervals import MEANING, half_interval, rounded
 from reference.arrays.namespace import lookup
 
 Progress = Callable[[int, int], None]
@@ -75,19 +76,30 @@ class Evaluation:
         ]
         return needed("pandas").DataFrame(rows, columns=["model", "task", "number", "value"])
 
+    def lines(self) -> list[tuple[str, str, str]]:
+        """Task, name and value of each number as text; where it has a standard error, rounded, with half of its 95% interval.
+
+        That is by Student's t over the windows, or over the examples of a task of lm-evaluation-harness.
+        """
+        found = []
+        for task, numbers in self.tasks.items():
+            count = self.conditions.get("windows") if task in TASKS else numbers.get("sample_len")
+            for name, value in numbers.items():
+                if not name.endswith("_stderr"):
+                    half = half_interval(numbers.get(f"{name}_stderr"), None if count is None else int(count))
+                    found.append((task, name, f"{value:.6g}" if half is None else rounded(value, half)))
+        return found
+
     @property
     def notes(self) -> list[str]:
-        """What the numbers compare with, and how tasks of the harness were asked."""
+        """What the numbers compare with, what ± says, and how tasks of the harness were asked."""
         told = [f"comparable with {self.conditions['comparable']}"] if "comparable" in self.conditions else []
+        meaning = [f"{MEANING} (Student's t)"] * any(" ± " in value for _, _, value in self.lines())
         note = harness_note(self.conditions)
-        return [*told, note] if note else told
+        return [*told, *meaning, *([note] if note else [])]
 
     def __str__(self) -> str:
-        lines = [
-            f"{task:>12}  {name:<24}{value:.6g}"
-            for task, numbers in self.tasks.items()
-            for name, value in numbers.items()
-        ]
+        lines = [f"{task:>12}  {name:<24}{value}" for task, name, value in self.lines()]
         return "\n".join([f"{self.model} on {self.conditions.get('text', 'tasks')}", *lines])
 
 

@@ -27,6 +27,15 @@ def held_bytes(model: nn.Module) -> int:
     return sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
 
 
+#: Bytes of a model below which resident memory of a process says nothing of it: allocators and threads take as much.
+LEAST_TOLD = 100_000_000
+
+
+def tells_peak(device: torch.device, dense: int) -> bool:
+    """Whether a peak is worth telling: on a GPU always, on a CPU of models whose unquantized weights take LEAST_TOLD bytes."""
+    return device.type == "cuda" or dense >= LEAST_TOLD
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type == "cuda":

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 from typing import Any
 
 from ao_lab.checkpoint.io.files import write_text
@@ -21,6 +22,9 @@ FILE = "benchmark.json"
 SPREAD = 1.5
 #: What stands behind a speedup that cannot be trusted.
 NOISY = " (noisy)"
+#: How doubts begin that are of a row's own rounds, and what is said of all of them.
+RATIOS = ("the rounds' ratios", "the medians' ratio")
+DISAGREE = "its rounds disagree (20% and 80% quantiles: --json); end other work, or time more rounds"
 #: Conditions that say how the machine was, and may differ between a stopped call and the one that goes on.
 STATE = ("load", "cores", "configurations")
 #: How a failure's reason begins that another try may not have, such as full memory; a refusal stays one.
@@ -81,6 +85,29 @@ def busy_notes(load: float | None, cores: int | None) -> list[str]:
     )
 
 
+#: What conditions are called that an option gives, and those that are hashes.
+OPTIONS = {
+    "windows": "--limit", "length": "--length", "new_tokens": "--new-tokens", "rounds": "--rounds", "device": "--device",
+    "methods": "--method", "calibration": "--calibration", "tasks": "--tasks", "model": "the model",
+}  # fmt: skip
+HASHES = {"weights": "the model's weights differ", "token_ids": "the text's tokens differ"}
+#: What follows from others, and is told where nothing else differs.
+FOLLOWING = ("token_ids", "tokens", "notes", "comparable")
+#: Letters of a value.
+SHOWN = 60
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which conditions are others now, as "--limit was 8, now 4"; "" where all of `now` are as before."""
+    other = [key for key, value in now.items() if before.get(key) != value]
+    first = [key for key in other if key not in FOLLOWING]
+    told = []
+    for key in first or other:
+        was, new = (shorten(str(one.get(key)), SHOWN, placeholder="...") for one in (before, now))
+        told.append(HASHES.get(key) or f"{OPTIONS.get(key, key)} was {was}, now {new}")
+    return "; ".join(told)
+
+
 def load_of_host() -> float | None:
     """Processes that wanted a core in the last minute, on average; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -100,26 +127,8 @@ def speedup_of(rounds: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 #: Columns of the two tables.
-LAYERS = (
-    "tokens x outputs x inputs",
-    "configuration",
-    "mode",
-    "time",
-    "20% to 80%",
-    "speedup",
-    "kernel",
-    "layers",
-)
-GENERATE = (
-    "batch",
-    "configuration",
-    "mode",
-    "time a token",
-    "20% to 80%",
-    "baseline",
-    "tokens/s",
-    "speedup",
-)
+LAYERS = ("tokens x outputs x inputs", "configuration", "mode", "time", "speedup", "kernel", "layers")
+GENERATE = ("batch", "configuration", "mode", "time a token", "baseline", "tokens/s", "speedup")
 
 
 @dataclass(frozen=True)
@@ -147,24 +156,45 @@ class Benchmark:
         return needed("pandas").DataFrame([asdict(row) for row in self.rows])
 
     def layer_cells(self) -> list[list[str]]:
-        """The rows of the table of layers, in the order of `LAYERS`."""
+        """The rows of the table of layers, in the order of `LAYERS`; all times in one unit."""
+        rows, unit = self.of("linear"), self.unit("linear")
         return [
             [
-                row.place, row.name, row.mode, duration(row.seconds), _range(row), _speed(row),
-                row.kernel or "-", str(row.layers or "-"),
+                row.place, row.name, row.mode, duration(row.seconds, unit), _speed(row), row.kernel or "-",
+                str(row.layers or "-"),
             ]
-            for row in self.of("linear")
+            for row in rows
         ]  # fmt: skip
 
     def generate_cells(self) -> list[list[str]]:
-        """The rows of the table of generate(), in the order of `GENERATE`."""
+        """The rows of the table of generate(), in the order of `GENERATE`; all times in one unit."""
+        rows, unit = self.of("generate"), self.unit("generate")
         return [
             [
-                str(row.shape[0]), row.name, row.mode, duration(row.seconds), _range(row), duration(row.baseline_seconds),
+                str(row.shape[0]), row.name, row.mode, duration(row.seconds, unit), duration(row.baseline_seconds, unit),
                 "-" if row.seconds is None else f"{row.shape[0] / row.seconds:.3g}", _speed(row),
             ]
-            for row in self.of("generate")
+            for row in rows
         ]  # fmt: skip
+
+    def tables(self, width: int = 24) -> list[tuple[str, list[list[str]]]]:
+        """Titles and tables, each with its head, as a terminal of 80 columns shows them.
+
+        A shape and a batch stand in their first line alone, a mode where there are several, and a name of more than `width`
+        letters goes on in a line of its own.
+        """
+        layers, made = self.layer_cells(), self.generate_cells()
+        counted = [
+            [f"{line[0]} ({line[-1]})" if line[-1] != "-" else line[0], *line[1:-1]] for line in layers
+        ]
+        head = "tokens x outputs x inputs (layers)", *LAYERS[1:-1]
+        given = (("Linear layers", head, counted), (f"generate() of {self.model}", GENERATE, made))
+        return [(title, folded(_narrow(names, lines), width, 1)) for title, names, lines in given if lines]
+
+    def unit(self, what: str) -> tuple[str, float] | None:
+        """The unit of a table's times: that of their median; None without times."""
+        times = [row.seconds for row in self.of(what) if row.seconds is not None]
+        return unit_of(median(times)) if times else None
 
     @property
     def notes(self) -> list[str]:
@@ -173,9 +203,8 @@ class Benchmark:
         plural = "thread" if threads == 1 else "threads"
         device = f"{self.conditions['device']}{f', {threads} {plural}' if threads else ''}"
         told = (
-            f"On {device}; medians of rounds, all in turn, and their 20% and 80% quantiles. speedup: the time of what is not "
-            "quantized over this one's, the median of the rounds' ratios (not the ratio of two medians); baseline: "
-            "the median of what is not quantized in the same rounds."
+            f"On {device}: medians of rounds, all in turn (20% and 80% quantiles: --json). speedup: of what is not quantized "
+            "(baseline) over this one, the median of the rounds' ratios."
         )
         failed = {f"{row.name}, {row.place}: {row.reason}": None for row in self.rows if row.status != OK}
         return [*self.warnings, told, *failed]
@@ -187,16 +216,36 @@ class Benchmark:
         doubts: dict[str, list[str]] = {}
         for row in self.rows:
             if row.doubt:
-                doubts.setdefault(row.doubt, []).append(f"{row.name} {row.place} {row.mode}")
-        return told + [f"Noisy, {', '.join(names)}: {doubt}." for doubt, names in doubts.items()]
+                kind = DISAGREE if row.doubt.startswith(RATIOS) else row.doubt
+                doubts.setdefault(kind, []).append(f"{row.name} {row.place} {row.mode}")
+        return told + [f"Noisy: {_first(names)}: {doubt}." for doubt, names in doubts.items()]
 
     def __str__(self) -> str:
-        lines = [f"{' '.join(cells[:3])}: {cells[3]}, {cells[5]}" for cells in self.layer_cells()]
+        lines = [f"{' '.join(cells[:3])}: {cells[3]}, {cells[4]}" for cells in self.layer_cells()]
         lines += [
-            f"generate(), batch {' '.join(cells[:3])}: {cells[3]} a token, {cells[7]}"
+            f"generate(), batch {' '.join(cells[:3])}: {cells[3]} a token, {cells[6]}"
             for cells in self.generate_cells()
         ]
         return "\n".join([*lines, *self.notes])
+
+
+#: Where a name may be broken: behind a space, and before a word with a capital.
+BREAKS = re.compile(r"(?<= )|(?<=[a-z0-9])(?=[A-Z])")
+
+
+def folded(lines: Sequence[Sequence[str]], width: int, column: int = 0) -> list[list[str]]:
+    """Lines of cells of which one, where it is longer than `width`, goes on in lines without other cells."""
+    found = list[list[str]]()
+    for cells in lines:
+        pieces = [""]
+        for word in filter(None, BREAKS.split(cells[column])):
+            fits = not pieces[-1].strip() or len((pieces[-1] + word).rstrip()) <= width
+            pieces = [*pieces[:-1], pieces[-1] + word] if fits else [*pieces, "  " + word]
+        empty = [""] * len(cells)
+        for place, piece in enumerate(pieces):
+            line = empty if place else list(cells)
+            found.append([*line[:column], piece.rstrip(), *line[column + 1 :]])
+    return found
 
 
 #: Units of times, the largest first.
@@ -213,19 +262,26 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def duration(seconds: float | None) -> str:
-    """A time with its unit: "24.0 ms"; "-" for none."""
+def duration(seconds: float | None, given: tuple[str, float] | None = None) -> str:
+    """A time with its unit, the given one or its own: "24.0 ms"; "-" for none."""
     if seconds is None:
         return "-"
-    name, unit = unit_of(seconds)
+    name, unit = given or unit_of(seconds)
     return f"{digits(seconds / unit)} {name}"
 
 
-def _range(row: Timed) -> str:
-    if row.seconds_20 is None or row.seconds_80 is None:
-        return "-"
-    name, unit = unit_of(row.seconds_80)
-    return f"{digits(row.seconds_20 / unit)} to {digits(row.seconds_80 / unit)} {name}"
+def _first(names: Sequence[str]) -> str:
+    """Up to three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return ", ".join(names[:3]) + more
+
+
+def _narrow(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A table without its column of modes where there is one mode, and first cells where they change."""
+    kept = [at for at, name in enumerate(head) if name != "mode" or len({line[at] for line in lines}) > 1]
+    firsts = ["", *(line[0] for line in lines)]
+    shown = [[line[0] * (line[0] != before), *line[1:]] for line, before in zip(lines, firsts, strict=False)]
+    return [[line[at] for at in kept] for line in (head, *shown)]
 
 
 def _speed(row: Timed) -> str:
@@ -270,10 +326,9 @@ class KeptTimes:
                 f"{file} holds no times of ao-lab bench: {error}; choose another folder"
             ) from error
         now = {"model": self.model, **self.conditions}
-        if other := [key for key, value in now.items() if key not in STATE and then.get(key) != value]:
+        if other := differing(then, {key: value for key, value in now.items() if key not in STATE}):
             raise WrongInput(
-                f"--out {self.folder} holds times of other conditions ({', '.join(other)} differ); choose another folder, or "
-                f"remove {file}"
+                f"--out {self.folder} holds times of other conditions: {other}; choose another folder, or remove {file}"
             )
         # Times of a busy machine stay doubtful when the rest is measured on an idle one.
         loads = [one for one in (then.get("load"), self.conditions.get("load")) if one is not None]

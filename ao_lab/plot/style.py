@@ -136,8 +136,9 @@ FILES = (".svg", ".png", ".pdf")
 def save(figure: Figure, path: str | Path, description: str = "") -> Path:
     """Write a figure as .svg, .png or .pdf, by the end of the file's name; returns the path.
 
-    description: what the figure says, in a sentence, for readers who cannot see it. The text of an SVG stays text, and equal
-    figures give equal files. An earlier file stays until the new one is whole. ValueError for another kind of file.
+    description: what the figure says, in a sentence, for readers who cannot see it: it goes into the file's metadata, which
+    screen readers read of an SVG, and is drawn nowhere; by default the figure's title. The text of an SVG stays text, and
+    equal figures give equal files. An earlier file stays until the new one is whole. ValueError for another kind of file.
     """
     path = Path(path)
     if path.suffix not in FILES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ao_lab.install.extras import WrongInput, wrong_input
+from ao_lab.install.extras import WrongInput, needed, wrong_input
 from ao_lab.plot.style import Theme, canvas
 from reference.formats.formats import FORMATS
 from reference.formats.storage import unpack
@@ -293,13 +293,14 @@ def schemes(
     *,
     ax: Axes | None = None,
     theme: str | None = None,
+    title: str | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Figure:
     """Errors of schemes side by side on a tensor, a model or a checkpoint of one's own: the best on top.
 
     Large markers are the error over all tensors, small ones those of each, so that a single bad layer is seen. Beside the names
-    stand the stored bits an element. Arguments and errors as those of `scheme_errors`, whose result may be given in place of
-    names.
+    stand the stored bits an element. title: None: names the data, a folder or file by its name and an array by its shape.
+    Arguments and errors as those of `scheme_errors`, whose result may be given in place of names.
     """
     given = list(schemes)
     done = [one for one in given if isinstance(one, SchemeError)]
@@ -313,15 +314,25 @@ def schemes(
         axis.set_yticks([-place for place in range(len(found))], [_label(one) for one in found])
         axis.set_ylim(-len(found) + 0.4, 0.9)
         axis.set_xscale("log")
+        ticker = needed("matplotlib.ticker")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel(
             "relative error of the weights, RMS (small marks: each tensor)"
             if count > 1
             else "relative error, RMS"
         )
-        axis.set_title(
-            f"Error of schemes on {count} tensors" if count > 1 else "Error of schemes", loc="left"
-        )
+        axis.set_title(title or f"Error of schemes on {_data(x, count)}", loc="left")
     return figure
+
+
+def _data(x: Any, count: int) -> str:
+    """What the errors are of: a file or folder by its name, an array by its shape, else so many tensors."""
+    if isinstance(x, (str, Path)):
+        return Path(x).resolve().name
+    shape = getattr(x, "shape", None)
+    return f"{count} tensors" if shape is None else f"a tensor of shape {tuple(shape)}"
 
 
 def _error(axis: Axes, one: SchemeError, y: float, theme: Theme) -> None:

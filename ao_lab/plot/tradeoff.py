@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration: its name, what it costs (bytes, for instance), its loss, and the loss's standard error.
+    """A configuration: its name, what it costs (bytes, for instance), its loss, and half of the loss's 95% interval.
 
     reference: whether others are compared with it, as with the unquantized model.
     """
@@ -32,10 +32,15 @@ class Point:
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Points of finite loss that no other matches at no more cost, by cost."""
+    """Points of finite loss that no other matches at no more cost, by cost.
+
+    A point matches another whose loss is less by no more than the root of the squares of both halves of their intervals.
+    """
     best: list[Point] = []
     for one in sorted(points, key=lambda point: (point.cost, point.loss)):
-        if math.isfinite(one.loss) and (not best or one.loss < best[-1].loss):
+        if math.isfinite(one.loss) and (
+            not best or one.loss + math.hypot(one.error, best[-1].error) < best[-1].loss
+        ):
             best.append(one)
     return best
 
@@ -50,11 +55,11 @@ def tradeoff(
     ax: Axes | None = None,
     theme: str | None = None,
 ) -> Figure:
-    """Loss against cost, a point a configuration with its interval (95%, 1.96 standard errors) and its name.
+    """Loss against cost, a point a configuration with its 95% interval and its name.
 
-    Points that nothing beats (less loss at no more cost) are coloured and joined by steps; others are gray; a legend says so.
-    A reference is a horizontal line through a square. scale: costs are multiplied by it for the axis. Losses that are
-    infinite or NaN cannot be drawn: they are named in the title.
+    Points that nothing beats (no other is as good, within both intervals, at no more cost) are coloured and joined by steps;
+    others are gray; a legend says so. A reference is a horizontal line through a square. scale: costs are multiplied by it
+    for the axis. Losses that are infinite or NaN cannot be drawn: they are named in the title.
 
     ValueError where there is no point, or no finite loss.
     """
@@ -73,9 +78,7 @@ def tradeoff(
         for one in drawn:
             if one.reference:
                 axis.axhline(one.loss, color=colors.muted, linewidth=0.9, linestyle="--")
-            axis.errorbar(
-                [scale * one.cost], [one.loss], yerr=[1.96 * one.error], **_look(one, one in best, colors)
-            )
+            axis.errorbar([scale * one.cost], [one.loss], yerr=[one.error], **_look(one, one in best, colors))
         axis.set(xlabel=xlabel, ylabel=ylabel)
         axis.margins(x=0.16, y=0.12)
         axis.autoscale_view()
@@ -89,8 +92,8 @@ def tradeoff(
 
 
 #: What the colours of points, the square and the bars say.
-BEST, BEATEN = "no other has less loss at no more cost", "another has no more loss at no more cost"
-REFERENCE, BARS = "unquantized", "bars: 95% interval (1.96 standard errors)"
+BEST, BEATEN = "no other is as good at no more cost", "another is as good at no more cost"
+REFERENCE, BARS = "unquantized", "bars: 95% interval"
 
 
 def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: Theme) -> None:

@@ -7,9 +7,11 @@ does not take a weight raises, as do filters and patterns that match nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import nn
@@ -243,6 +245,8 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
             f"quantize_: the filter matches layers, but none of them can be changed: {', '.join(meant[:3])}"
             f"{', ...' * (len(meant) > 3)} {ALREADY}; for other schemes load the dense model again and quantize that"
         )
+    if told := undivided([plan.reasons[name] for name in meant]):
+        return f"quantize_: {told}"
     groups: dict[str, list[str]] = {}
     for name in meant or plan.reasons:
         groups.setdefault(plan.reasons[name], []).append(name)
@@ -252,6 +256,26 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
     ]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
+
+
+#: The reason of a weight whose blocks do not divide it: its elements along the axis, and the block.
+UNDIVIDED = re.compile(r"(\d+) elements are not divisible by the block size (\d+)")
+
+
+def undivided(reasons: Sequence[str]) -> str:
+    """Why blocks of one size divide the inputs of no layer, and the largest power of two that does; "" for other reasons."""
+    found = [UNDIVIDED.search(one) for one in reasons]
+    numbers = [(int(one[1]), int(one[2])) for one in found if one is not None]
+    if not numbers or len(numbers) < len(reasons) or len({block for _, block in numbers}) > 1:
+        return ""
+    lengths, block = sorted({length for length, _ in numbers}), numbers[0][1]
+    common = gcd(*lengths)
+    way = (
+        f"use group_size={min(common & -common, 1 << block.bit_length() - 1)}"
+        if common % 8 == 0
+        else "use one scale per row (group_size=-1)"
+    )
+    return f"groups of {block} divide no layer's inputs ({', '.join(map(str, lengths))}); {way}"
 
 
 # Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.

@@ -44,7 +44,10 @@ SIMULATED, MARGIN = 64, 3.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One test of one case: its name, the error of the kernel and of a right one, and their difference in standard errors."""
+    """One test of one case: its name, the error of the kernel and of a right one, and their difference in standard errors.
+
+    Errors are root mean squares over those of the exact outputs of the same tokens and channels: 1 is as large as these.
+    """
 
     case: str
     test: str
@@ -62,7 +65,10 @@ class Finding:
     def __str__(self) -> str:
         if self.sigmas == inf:
             return f"{self.case}: {self.test}"
-        return f"{self.case}: {self.test} {self.error:.3g}, a right kernel {self.right:.3g}, {self.sigmas:.1f} standard errors"
+        return (
+            f"{self.case}: {self.test} {self.error:.3g} of its outputs' size, that of a right kernel {self.right:.3g}; "
+            f"{self.sigmas:.1f} standard errors apart"
+        )
 
 
 def findings(

@@ -262,6 +262,16 @@ def _without_last(case: Case, terms: int) -> F64 | None:
     return np.asarray(case.a[:, :-terms] @ case.b[:, :-terms].T) if case.a.shape[1] > terms else None
 
 
+def outputs_shifted_by_a_channel(case: Case) -> F64:
+    """Each output stands in the place of the next channel's."""
+    return np.roll(case.right, 1, 1)
+
+
+def outputs_shifted_by_a_token(case: Case) -> F64:
+    """Each output stands in the place of the next token's."""
+    return np.roll(case.right, 1, 0)
+
+
 def unwritten_rows(case: Case) -> F64 | None:
     """Rows of the last tile that is not whole are never written."""
     whole = len(case.x) // TILE * TILE
@@ -348,7 +358,7 @@ RIGHT: Mapping[str, Callable[[Case], F64]] = {
 #: Those that a kernel can have whose input is not quantized.
 OF_ANY = (
     columns_shifted, dropped_tail, dropped_tile, dropped_block, unwritten_rows, lost_part, bfloat16_sums, no_scales_applied,
-    weight_scale_not_applied,
+    weight_scale_not_applied, outputs_shifted_by_a_channel, outputs_shifted_by_a_token,
 )  # fmt: skip
 #: Every fault by name.
 FAULTS: Mapping[str, Fault] = {
@@ -357,7 +367,7 @@ FAULTS: Mapping[str, Fault] = {
         rows_shifted, first_row, columns_shifted, transposed_blocks, last_blocks, upper_bound, stale_scale, no_scale,
         no_scales_applied, input_scale_not_applied, weight_scale_not_applied, no_outer_scale, no_zero_point, wrong_maximum,
         wrong_bias, truncated_cast, dropped_tail, dropped_tile, dropped_block, unwritten_rows, lost_part, short_accumulator,
-        bfloat16_sums, nan_to_zero,
+        bfloat16_sums, nan_to_zero, outputs_shifted_by_a_channel, outputs_shifted_by_a_token,
     )
 }  # fmt: skip
 

@@ -59,7 +59,8 @@ class Blocks:
             if length % size and not self.partial:
                 raise ValueError(
                     f"shape {self.shape}: {length} elements are not divisible by the block size {size}"
-                    f"{self._where}; pad the tensor, choose another block, or a scheme that allows a short last block"
+                    f"{self._where}; pad the tensor, choose another block, or set partial=True in the scheme's Scale, as nf4 "
+                    "does, for a short last block"
                 )
 
     @property

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from reference.arrays.bridges import array_container, bridged
@@ -66,12 +67,33 @@ class Quantized:
         """The scales alone, to be given to `quantize` again: not tiled."""
         return Scales(with_plain_scales(self).scale, self.outer, self.zero)
 
+    def __repr__(self) -> str:
+        """The scheme, shapes and dtypes, without the values: "Quantized(mxfp8_e4m3, shape (4, 96), codes uint8, ...)"."""
+        parts = [("codes", self.codes), ("scale", self.scale), ("outer", self.outer), ("zero", self.zero)]
+        told = [f"{name} {_described(part, self.shape)}" for name, part in parts if part is not None]
+        flags = [name for name, on in (("packed", self.packed), ("tiled", self.tiled)) if on]
+        axis = [f"axis {self.axis}"] if self.axis not in (-1, len(self.shape) - 1) else []
+        elements = prod(self.shape)
+        extra = sum(
+            8 * prod(part.shape) * part.dtype.itemsize for _, part in parts[1:] if hasattr(part, "dtype")
+        )
+        bits = [f"{self.scheme.format.bits + extra / elements:.4g} bits/element"] if elements else []
+        return f"Quantized({', '.join([self.scheme.name, f'shape {tuple(self.shape)}', *axis, *told, *flags, *bits])})"
+
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> Quantized:
         """A `Quantized` with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
         q = object.__new__(cls)
         q.__dict__.update(values)
         return q
+
+
+def _described(part: Any, shape: tuple[int, ...]) -> str:
+    """The shape of an array, where it is another than the tensor's, and its dtype; anything else as it is."""
+    if not hasattr(part, "dtype"):
+        return repr(part)
+    dtype = str(part.dtype).removeprefix("torch.")
+    return dtype if tuple(part.shape) == tuple(shape) else f"{tuple(part.shape)} {dtype}"
 
 
 def with_tiled_scales(q: Quantized) -> Quantized:

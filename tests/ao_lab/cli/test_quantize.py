@@ -163,7 +163,10 @@ def test_weights_and_inputs(folder, tmp_path):
         (["--config", "nf4", "--option", 'axis="x"'], "axis is an integer"),
         (["--config", "mxfp4", "--skip", "nowhere"], "--skip nowhere: no layer or submodule has this name"),
         (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
-        (["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"], "none of them can be changed"),
+        (
+            ["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"],
+            "groups of 96 divide no layer's inputs",
+        ),
         (["--config", "mxfp4", "--skip", "re:("], "--skip: 're:(' is no regular expression"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "compressed-tensors has no format for nf4"),
         (["--config", "NF4WeightOnlyConfig", "--layout", "compressed-tensors"], "give --layout ao_lab"),

@@ -152,21 +152,26 @@ def test_one_long_step_is_not_silent(capsys, often):
     assert all(re.fullmatch(r"ao-lab: quantize 2 of 7, layers\[0\]\.weight, \d+ s", line) for line in lines)
 
 
-def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_count(monkeypatch):
-    """What an earlier run had done already is no pace."""
+def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step_that_was_finished(
+    monkeypatch,
+):
+    """What an earlier run had done already is no pace, nor is the first step, which compiles."""
     clock = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
     outer, clock[0] = terminal.Work("quantize", started=0.0), 100.0
     inner = terminal.Work("blocks", 30, started=100.0)
     assert inner.line(outer.started) == "blocks 0 of 30, 100 s"
+    inner.at(6)
+    assert inner.line(outer.started) == "blocks 6 of 30, 100 s"
+    clock[0] = 160.0
     inner.at(7)
-    assert inner.line(outer.started) == "blocks 7 of 30, 100 s"
-    clock[0] = 110.0
+    assert inner.line(outer.started) == "blocks 7 of 30, 160 s"
+    clock[0] = 170.0
     inner.at(9, "gptq")
-    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 110 s, about 105 s left"
-    clock[0] = 120.0
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 170 s, about 105 s left"
+    clock[0] = 180.0
     inner.at(9)
-    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 120 s, about 4 min left"
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 180 s, about 4 min left"
 
 
 def write_and_fail(folder, error):

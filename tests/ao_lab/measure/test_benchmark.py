@@ -52,9 +52,9 @@ def test_shapes_beside_bfloat16():
     assert rows["bfloat16"].speedup == 1
     assert 0 < rows["four"].seconds_20 <= rows["four"].seconds <= rows["four"].seconds_80
     assert rows["four"].kernel
-    assert rows["never"].reason.startswith("the filter matches layers")
+    assert rows["never"].reason.startswith("groups of 256 divide no layer's inputs (128)")
     assert rows["never"].seconds is None
-    assert any("never, 2x64x128: the filter" in note for note in found.notes)
+    assert any("never, 2x64x128: groups of 256" in note for note in found.notes)
     assert len(found.to_frame()) == 3
     assert "2x64x128 four eager" in str(found)
 
@@ -77,7 +77,11 @@ def test_a_model_by_its_own_shapes(folder):
         ("nf4", "eager", (3,)),
     ]
     assert all(row.seconds > 0 for row in made)
-    assert seen[-1] == ("", 6, 6)
+    # Of about the same length are a round of generate(), three of which come first, and the layers of a shape.
+    assert seen[0] == ("", 0, 8)
+    assert seen[-1] == ("", 8, 8)
+    assert [done for what, done, _ in seen if "round" in what] == [0, 1, 2]
+    assert [done for what, done, _ in seen if "x" in what] == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("layout", ["ours", "compressed"])
@@ -274,9 +278,21 @@ def test_a_speedup_is_the_median_of_the_rounds_ratios_and_says_where_it_is_noisy
     found = Benchmark("m", (base, own), {"device": "cpu", "load": 10.0, "cores": 2})
     assert found.generate_cells()[1][-1] == "1.00x (noisy)"
     assert found.notes[0].startswith("Load 10.0 on 2 cores: times are not reliable")
-    assert found.notes[1].startswith("Noisy, nf4 1 eager: the rounds' ratios spread from")
+    assert found.notes[1].startswith("Noisy: nf4 1 eager: its rounds disagree")
+    ((title, lines),) = found.tables()
+    assert (title, lines[0]) == (
+        "generate() of m",
+        ["batch", "configuration", "time a token", "baseline", "tokens/s", "speedup"],
+    )
+    assert [line[0] for line in lines[1:]] == ["1", ""]
     calm = Benchmark("m", (base,), {"device": "cpu", "load": 1.0, "cores": 2})
     assert calm.warnings == []
+
+
+def test_times_of_a_table_have_one_unit():
+    rows = timed("linear", {"dense": [2e-3], "nf4": [9e-4], "int8": [3e-3]}, "eager", (1, 2, 3), 0, {})
+    cells = Benchmark("m", tuple(rows), {"device": "cpu"}).layer_cells()
+    assert [line[3] for line in cells] == ["2.00 ms", "0.900 ms", "3.00 ms"]
 
 
 def test_medians_that_contradict_the_rounds_are_noisy():
@@ -306,7 +322,10 @@ def test_a_baseline_that_one_thread_computes_faster_is_doubted(monkeypatch):
 
 
 def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatch):
-    """Layers of a shape are kept together, generate() by configuration; other conditions are refused."""
+    """Layers of a shape are kept together, generate() by configuration; other conditions are refused.
+
+    What is kept is no part of what is left.
+    """
     given = {
         "configs": ["nf4", "int8_rowwise"],
         "batch": [1],
@@ -327,12 +346,15 @@ def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatc
         benchmark(folder / "base", **given)
     before = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
     monkeypatch.setattr(Work, "in_turn", real)
+    seen = []
+    found = benchmark(folder / "base", **given, progress=lambda *at: seen.append(at))
+    assert [row["seconds"] for row in before] == [row.seconds for row in found.of("generate")[: len(before)]]
+    assert seen[0] == ("", 0, 3 + 5)
     monkeypatch.setattr(Work, "layers", lambda *_: pytest.fail("layers were timed again"))
-    found = benchmark(folder / "base", **given)
-    assert [row["seconds"] for row in before] == [row.seconds for row in found.rows[: len(before)]]
+    assert benchmark(folder / "base", **given).rows == found.rows
     assert [row.name for row in found.of("generate")] == ["bfloat16", "nf4", "int8_rowwise"]
     assert isinstance(found.rows[0], Timed)
-    with pytest.raises(ValueError, match=r"other conditions \(rounds differ\)"):
+    with pytest.raises(ValueError, match="other conditions: --rounds was 2, now 9; choose"):
         benchmark(folder / "base", **given, rounds=9)
     (tmp_path / "benchmark.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no times of ao-lab bench"):
@@ -355,7 +377,7 @@ def test_a_refused_configuration_is_not_why_all_is_timed_again(tmp_path, monkeyp
     kept["rows"][2]["reason"] = "OutOfMemoryError: CUDA out of memory"
     file.write_text(json.dumps(kept))
     monkeypatch.setattr(Work, "layers", real)
-    assert benchmark(**given).rows[2].reason.startswith("the filter matches layers")
+    assert benchmark(**given).rows[2].reason.startswith("groups of 256 divide no layer's inputs (128)")
 
 
 def test_what_was_kept_of_generate_has_its_baseline_behind_a_failure(monkeypatch):

@@ -148,7 +148,7 @@ def test_a_legend_says_what_colours_and_bars_are():
     for given, said in ((points, 4), (points[:1], 2), (points[1:2], 1)):
         legend = plot.tradeoff(given, scale=1).axes[0].get_legend()
         assert len(legend.get_texts()) == said
-    assert legend.get_texts()[0].get_text().startswith("no other has less loss")
+    assert legend.get_texts()[0].get_text().startswith("no other is as good")
 
 
 def test_a_name_lies_on_no_other_point_once_the_figure_is_laid_out():

@@ -137,9 +137,13 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
         quantize_(model, Int4WeightOnlyConfig(group_size=64))
     with pytest.raises(
         ValueError,
-        match=r"Of 2 parameters: 0\.weight and 1 more: shape \(64, 96\): 96 [^:;]*64 along axis 1; pad",
+        match=r"^quantize_: groups of 128 divide no layer's inputs \(96, 160\); use group_size=32$",
     ):
-        quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(96, 64)), Int4WeightOnlyConfig(group_size=64))
+        quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(160, 64)), Int4WeightOnlyConfig(group_size=128))
+    with pytest.raises(
+        ValueError, match=r"groups of 4 divide no layer's inputs \(9\); use one scale per row"
+    ):
+        quantize_(nn.Linear(9, 4), Int4WeightOnlyConfig(group_size=4), lambda m, name: True)
 
 
 def test_a_second_call_keeps_what_is_quantized():

@@ -90,7 +90,7 @@ def test_what_a_scheme_cannot_have_is_none():
     dense = case(None, "int4_g64_asymmetric")
     assert {name for name, fault in FAULTS.items() if fault.outputs(dense) is not None} == {
         "columns shifted", "dropped tail", "dropped tile", "dropped block", "unwritten rows", "lost part", "bfloat16 sums",
-        "no scales applied", "weight scale not applied",
+        "no scales applied", "weight scale not applied", "outputs shifted by a channel", "outputs shifted by a token",
     }  # fmt: skip
     assert FAULTS["no zero point"].outputs(case("int8_rowwise_asymmetric")) is not None
     assert FAULTS["no outer scale"].outputs(case("nvfp4")) is not None

@@ -35,6 +35,18 @@ from tests.support.refusals import refused
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (256, 8), (300, 17), (16, 64), (640, 3)]
 
 
+def test_what_is_printed_is_no_values():
+    x = np.ones((4, 96), np.float32)
+    said = "Quantized(mxfp8_e4m3, shape (4, 96), codes uint8, scale (4, 3) uint8, 8.25 bits/element)"
+    assert repr(quantize(x, "mxfp8_e4m3")) == repr(quantize(torch.from_numpy(x), "mxfp8_e4m3")) == said
+    assert repr(quantize(x[:, :0], "int8_rowwise")).startswith(
+        "Quantized(int8_rowwise, shape (4, 0), codes uint8, scale "
+    )
+    packed = repr(quantize(x.T, "int4_g32_asymmetric", axis=0, packed=True))
+    assert packed.startswith("Quantized(int4_g32_asymmetric, shape (96, 4), axis 0, codes (96, 2) uint8")
+    assert packed.endswith("packed, 5.25 bits/element)")
+
+
 def codes(shape, seed=0):
     return np.random.default_rng(seed).integers(1, 256, shape).astype(np.uint8)
 
