@@ -505,7 +505,7 @@ class Work:
         return Compared(
             name,
             bytes=size,
-            bits_per_parameter=8 * size / parameters(base.model),
+            bits_per_parameter=8 * size / sum(one.numel() for one in base.model.parameters()),
             seconds=seconds,
             layers=sum(isinstance(one, QuantizedTensor) for one in layers),
             of_layers=len(layers),
@@ -583,11 +583,6 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
         return values
     values |= {"difference": far["loss_difference"], "difference_stderr": far.get("loss_difference_stderr")}
     return values | {name: far.get(name) for name in ("kl", "kl_stderr", "agreement")}
-
-
-def parameters(model: nn.Module) -> int:
-    """How many numbers a dense model's parameters are, shared ones once."""
-    return sum(one.numel() for one in model.parameters())
 
 
 def publish(found: Comparison, folder: Path) -> None:
