@@ -137,6 +137,8 @@ def typed_commands():
 def unknown(line, commands):
     """Words of a command line that its command does not have."""
     words = shlex.split(line, comments=True)[1:]
+    if words[0] in {name for one in commands.params for name in one.opts}:  # of the program, with its value
+        words = words[2:]
     command = commands.get_command(None, words[0]) if words[0] in commands.list_commands(None) else None
     if command is None:
         return words[:1]
@@ -157,6 +159,7 @@ def test_commands_have_their_options():
     assert [(page.name, line) for page, line in lines if unknown(line, commands)] == []
     assert unknown("ao-lab eval OUT --no-such", commands) == ["--no-such"]
     assert unknown("ao-lab evaluate OUT", commands) == ["evaluate"]
+    assert unknown("ao-lab --import FILE evaluate OUT", commands) == ["evaluate"]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
