@@ -86,12 +86,6 @@ class Compared:
         return half_interval(self.difference_stderr, self.windows)
 
     @property
-    def label(self) -> str:
-        """The name, and where layers stayed unquantized how many are quantized: "int4_g128 (3 of 22 layers)"."""
-        some = self.layers and self.of_layers and self.layers < self.of_layers
-        return f"{self.name} ({self.layers} of {self.of_layers} layers)" if some else self.name
-
-    @property
     def within_noise(self) -> bool:
         """Whether no loss over the unquantized model's is known: the interval of the difference reaches 0."""
         half = self.half_difference
@@ -297,11 +291,27 @@ class Comparison:
         ]
 
     def points(self) -> list[Point]:
-        """What `plot` draws: of each row that was measured its label, bytes, and difference with half of its interval."""
+        """What `plot` draws: of each row that was measured its bytes, and its difference with half of its interval.
+
+        Behind a name stands how many layers it quantizes where another quantizes more: "int4_g128 (3 of 22 layers)".
+        """
         from ao_lab.plot.tradeoff import Point
 
+        most = max((row.layers or 0 for row in self.rows), default=0)
+        names = [
+            f"{row.name} ({row.layers} of {row.of_layers} layers)"
+            if 0 < (row.layers or 0) < most
+            else row.name
+            for row in self.rows
+        ]
         return [
-            Point(row.label, float(row.bytes), row.difference or 0.0, row.half_difference or 0.0, number == 0)
+            Point(
+                names[number],
+                float(row.bytes),
+                row.difference or 0.0,
+                row.half_difference or 0.0,
+                number == 0,
+            )
             for number, row in enumerate(self.rows)
             if row.bytes is not None and row.loss is not None
         ]
@@ -311,7 +321,7 @@ class Comparison:
 
         Intervals are those of the paired differences, which are far narrower than those of losses; a configuration that is
         better than another by less than both intervals is not drawn as better. Behind a name stands how many of the linear
-        layers it quantizes, where it is not all. `ao_lab.plot.tradeoff` draws it.
+        layers it quantizes, where others quantize more. `ao_lab.plot.tradeoff` draws it.
         """
         from ao_lab.plot.tradeoff import tradeoff
 
