@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import ao_lab  # noqa: E402
+from ao_lab.measure.intervals import half_interval, rounded  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
 
@@ -175,7 +176,7 @@ def texts(lines: Sequence[Sequence[str]]) -> str:
         if (table := table_of(model, scale)) in tables(experiment)
         and (experiment == "ptq" or table not in tables("ptq"))
     )
-    words = f"{told[:1].upper()}{told[1:]}. ± one standard error over windows."
+    words = f"{told[:1].upper()}{told[1:]}. ±: half of a 95% interval (Student's t over windows)."
     words += " Runs read different windows of the text, so compare within a column."
     if any(ABSENT in line for line in lines):
         words += f" {ABSENT}: groups of 128 do not divide this model's layers."
@@ -240,7 +241,7 @@ def calibration() -> str:
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
     head = ["scheme", "rounding", *METHODS.values()]
     where = device_of("calibration", table)
-    on = f"{MODEL} on {windows_of('calibration', table)}, {where}; ± one standard error over windows"
+    on = f"{MODEL} on {windows_of('calibration', table)}, {where}; ±: half of a 95% interval (Student's t over windows)"
     told = textwrap.fill(f"Perplexities: {on}. {other_winners(table)}", 128)
     return markdown(head, lines) + f"\n{told}\n"
 
@@ -294,14 +295,14 @@ def loss(entry: Entry, model: str, scale: str) -> str:
 
 
 def changed(experiment: str, table: str, setting: str, method: str) -> str:
-    """A change of perplexity with its standard error, which is that of the loss times the ratio of the perplexities."""
-    change, loss, error = (
-        value(experiment, table, setting, method, name) for name in (CHANGE, LOSS, LOSS_ERROR)
+    """A change of perplexity with half of its 95% interval, that of the loss times the ratio of the perplexities."""
+    change, loss, error, windows = (
+        value(experiment, table, setting, method, name) for name in (CHANGE, LOSS, LOSS_ERROR, "windows")
     )
-    if change is None or loss is None or error is None:
+    half = half_interval(error, None if windows is None else int(windows))
+    if change is None or loss is None or half is None:
         return ""
-    spread = 100 * math.exp(loss) * error
-    return f"{percent(change)[:-1]} ± {spread:.1f}%"
+    return rounded(change, 100 * math.exp(loss) * half, sign=True, unit="%")
 
 
 def undivided(table: str, setting: str, method: str) -> bool:

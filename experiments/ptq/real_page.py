@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from ao_lab.measure.intervals import is_noise
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
@@ -38,8 +39,8 @@ TEXT = (
     "Loss is the mean of -log p per token in nats, perplexity e to that, by the model's own tokenizer, in windows that do not "
     "overlap (stride = window), each predicting all of its tokens but the first, or all where the tokenizer begins a text with "
     "a token. Changes are paired by window with the dense model's; KL is the divergence of the predictions from the dense "
-    "model's. After ± stands the standard error, over windows of a text of one document and over documents where there are "
-    "several. A change within two standard errors stands in parentheses.",
+    "model's. After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over "
+    "documents where there are several. A change within it stands in parentheses.",
     "WikiText-2 here is the release wikitext-2-v1 (with <unk>); published perplexities are mostly of wikitext-2-raw-v1, "
     "another text.",
 )
@@ -184,14 +185,15 @@ def finding(run: RealRun) -> str:
     text, results = next(iter(run.texts.items()))
     known = []
     for setting, method in run.measured():
-        change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
-        if method != BASE and change is not None and error is not None and math.isfinite(change):
+        change, told = results.value(setting, method, CHANGE), relative(results, setting, method)
+        if method != BASE and change is not None and told:
+            noise = is_noise(change, results.half(setting, method, CHANGE_ERROR))
             inputs = " with inputs" if setting != WEIGHTS else ""
-            known.append((method, inputs, change, error))
+            known.append((change, f"{method}{inputs} {f'({told})' if noise else told}"))
     if not known:
         return ""
-    words = [
-        f"{method}{inputs} {100 * (math.exp(change) - 1):+.1f}% ({change:+.3f} ± {error:.3f} nats)"
-        for method, inputs, change, error in sorted(known, key=lambda one: one[2])[:12]
-    ]
-    return f"{run.model}, perplexity over the dense model's on {text} ({run.where.run}): {', '.join(words)}."
+    words = [told for _, told in sorted(known)[:12]]
+    return (
+        f"{run.model}, perplexity over the dense model's on {text} ({run.where.run}; ±: half of a 95% interval, in parentheses "
+        f"where the change is within it): {', '.join(words)}."
+    )

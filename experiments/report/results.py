@@ -79,9 +79,13 @@ COUNTED = ("windows", "utterances")
 BOOKS = {"books-held-out": 7, "passages-of-held-out-books": 7}
 
 
-def interval_cell(value: float, half: float, *, noise: bool = True, sign: bool = False) -> str:
+def interval_cell(
+    value: float, half: float, *, noise: bool = True, sign: bool = False, unit: str = ""
+) -> str:
     """A value with half of its interval, to the digits of that; in parentheses where it is a change inside it."""
-    text = rounded(value, half, sign=sign) + " ± 0" * (half == 0)
+    text = (
+        rounded(value, half, sign=sign, unit=unit) if half else f"{rounded(value, None, sign=sign)} ± 0{unit}"
+    )
     return f"({text})" if noise and is_noise(value, half) else text
 
 
