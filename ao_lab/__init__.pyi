@@ -14,6 +14,7 @@ from ao_lab.calibration.methods import HQQ as HQQ
 from ao_lab.calibration.methods import AutoRound as AutoRound
 from ao_lab.calibration.methods import BiasCorrection as BiasCorrection
 from ao_lab.calibration.methods import Clip as Clip
+from ao_lab.calibration.methods import LowRank as LowRank
 from ao_lab.calibration.methods import Rotate as Rotate
 from ao_lab.calibration.methods import Smooth as Smooth
 from ao_lab.calibration.methods import StaticKV as StaticKV

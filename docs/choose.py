@@ -79,7 +79,7 @@ ENTRIES = (
         "fp8_rowwise by fp8_rowwise",
     ),
     Entry("MXDynamicActivationMXWeightConfig", {}, "W8A8 MXFP8", "mxfp8 dynamic", "mxfp8_e4m3 by mxfp8_e4m3"),
-    Entry("Int4WeightOnlyConfig", {"group_size": 32}, "W4A16 INT4", "", "int4_g32_asymmetric"),
+    Entry("Int4WeightOnlyConfig", {"group_size": 32}, "W4A16 INT4", "int4 g32, zero points", "int4_g32_asymmetric"),
     Entry("Int4WeightOnlyConfig", {"scheme": "int4_g32"}, "W4A16 INT4", "int4 g32", "int4_g32"),
     Entry("Int4WeightOnlyConfig", {}, "W4A16 INT4", "int4 g128, zero points", "int4_g128_asymmetric"),
     Entry("NF4WeightOnlyConfig", {}, "W4A16 NF4", "nf4", "nf4"),

@@ -39,8 +39,8 @@ TOPICS = {
     "calibration": Topic(
         "Calibrate",
         "Methods that find scales and quantized values from data, and static scales of inputs. ",
-        """AWQ GPTQ HQQ AutoRound BiasCorrection Clip Rotate Smooth StaticKV LayerResult calibrate AbsMax MinMax MovingAverage
-        Percentile""",
+        """AWQ GPTQ HQQ AutoRound LowRank BiasCorrection Clip Rotate Smooth StaticKV LayerResult calibrate AbsMax MinMax
+        MovingAverage Percentile""",
         "guides/calibrate.md",
     ),
     "choose": Topic(

@@ -21,6 +21,9 @@ from pathlib import Path
 # One thread a test process: the processes share the cores. Read by torch and NumPy when they are first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Inductor asks the processor for its vector instructions, and compiles a program with each set anew in every empty cache to see
+# that the compiler has them, too: nine core-seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # What a developer has tuned changes which kernel multiplies. Compiled kernels are kept there from run to run.
 os.environ.setdefault("AO_LAB_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "ao_lab"))
 

@@ -13,18 +13,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import fast
-from ao_lab.calibration.groups import Stack, with_packed_codes
+from ao_lab.calibration.groups import Stack, Target, with_packed_codes
 from ao_lab.calibration.judge import output_error
-from ao_lab.calibration.methods import GPTQ, HELD_OUT, HQQ, BiasCorrection, Clip, Method, Rotate, of_kind
+from ao_lab.calibration.methods import (
+    GPTQ,
+    HELD_OUT,
+    HQQ,
+    BiasCorrection,
+    Clip,
+    LowRank,
+    Method,
+    Rotate,
+    of_kind,
+)
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments
 from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.transforms.low_rank import add_residual, residual_bits
 from fast.calibration.damping import gptq_held_out
 from reference import Quantized, Scales
+from reference.calibration.residual import LowRank as Factors
 
 ROUNDING = "rounding"
 #: GPTQ's damping where no tokens are held out.
@@ -111,7 +124,7 @@ class Work:
         """The Hessian on the weight's device, for the last that reads it: nobody has it any more where nobody needs it."""
         assert self.inputs is not None
         hessian = self.inputs.train.hessian.to(self.w.device)
-        if self.spent:
+        if self.spent and of_kind(self.methods, LowRank) is None:
             self.inputs.train.value = None
         return hessian
 
@@ -174,10 +187,40 @@ class Calibrated(NamedTuple):
     bias: torch.Tensor | None = None
     #: Whether its scales and codes are those of rounding to nearest.
     rounded: bool = False
+    #: The low-rank residual of its layer, or None.
+    residual: Factors | None = None
 
     def noting(self, note: str) -> Calibrated:
         """With one more note."""
         return self._replace(result=replace(self.result, notes=(*self.result.notes, note)))
+
+
+class Placing(NamedTuple):
+    """A quantized weight, and the bias and the residual that belong to it, on their way into the model."""
+
+    target: Target
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+    residual: Factors | None
+
+    @classmethod
+    def of(cls, target: Target, calibrated: Calibrated) -> Placing:
+        """What is to be placed of a calibrated weight."""
+        weight = calibrated.weight.transposed() if target.transposed else calibrated.weight
+        bias = calibrated.bias
+        if bias is not None:
+            layer = next(iter(target.layers.values()))
+            bias = layer.get_parameter("bias").detach().to(torch.float64) + bias
+        return cls(target, nn.Parameter(weight, requires_grad=False), bias, calibrated.residual)
+
+    def place(self) -> None:
+        """All in their places; a second time changes nothing."""
+        self.target.put(self.weight)
+        layer: Any = next(iter(self.target.layers.values()), None)
+        if self.bias is not None:
+            layer.get_parameter("bias").data.copy_(self.bias)
+        if self.residual is not None:
+            add_residual(layer, self.residual)
 
 
 def quantized(work: Work) -> list[Calibrated]:
@@ -244,21 +287,79 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Calibrated:
     result = LayerResult(
         " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)
     )
-    shift, dtype = None, target.parameter.dtype
+    shift, dtype, q = None, target.parameter.dtype, candidate.parts[index]
+    result, residual = _with_residual(work, index, q, result)
     if of_kind(work.methods, BiasCorrection) is not None:
-        result, shift = _corrected(work, index, candidate.parts[index], result)
+        result, shift = _corrected(work, index, q, result, residual)
     if best == 0:
         weight = rounded if rounded.dtype == dtype else rounded.remade(rounded.parts, dtype=dtype)
-        return Calibrated(weight, result, shift, rounded=True)
-    q = with_packed_codes(candidate.parts[index])
-    return Calibrated(from_quantized(q, work.recipe(index), dtype, part.input_scales), result, shift)
+        return Calibrated(weight, result, shift, True, residual)
+    weight = from_quantized(with_packed_codes(q), work.recipe(index), dtype, part.input_scales)
+    return Calibrated(weight, result, shift, False, residual)
+
+
+def _with_residual(
+    work: Work, index: int, q: Quantized, result: LayerResult
+) -> tuple[LayerResult, Factors | None]:
+    """The result with a low-rank residual of a quantized matrix, and its factors as they stand beside the layer; None where
+    none is asked for, or possible, or nothing is won."""
+    method: LowRank | None = of_kind(work.methods, LowRank)
+    if method is None:
+        return result, None
+    target, dense = work.stack.targets[index], work.stack.dense[index]
+    if (reason := no_residual(target, method.rank, work.inputs)) is not None:
+        return replace(result, notes=(*result.notes, f"no residual: {reason}")), None
+    assert work.inputs is not None
+    dtype = getattr(torch, method.dtype)
+    found = fast.low_rank_residual(
+        dense, q, work.inputs.train.hessian.to(dense.device), method.rank, dtype=dtype
+    )
+    factors = Factors(found.left, _turned(found.right, work.rotation))
+    part = work.parts[index]
+    error = output_error(
+        _less(work, dense, factors), q, work.inputs, target.recipe.activation, part.input_scales, part.rows
+    )
+    if not error <= result.error:
+        return replace(result, notes=(*result.notes, "a residual would be worse")), None
+    bits = residual_bits(method.rank, tuple(dense.shape), dtype.itemsize)
+    note = f"residual of rank {method.rank}: {bits:.3g} more bits a weight"
+    name = f"{result.method} + {method.name}"
+    return replace(result, method=name, error=error, notes=(note, *result.notes)), factors
+
+
+def no_residual(target: Target, rank: int, inputs: SplitMoments | None) -> str | None:
+    """Why a layer can have no residual of a rank; None where it can."""
+    layers = list(target.layers.values())
+    if len(layers) != 1 or len(target.places) != 1 or type(layers[0]) is not nn.Linear:
+        return "it is for the weight of one nn.Linear"
+    rows, columns = target.parameter.shape
+    if rank * (rows + columns) >= rows * columns:
+        return f"its factors of rank {rank} would have no fewer elements than the {rows} x {columns} weight"
+    return "no data to weigh errors by" if inputs is None else None
+
+
+def _turned(right: torch.Tensor, length: int) -> torch.Tensor:
+    """The factor for inputs as they come, of that for inputs in rotated blocks."""
+    turned: torch.Tensor = fast.rotate(right, length, inverse=True) if length else right
+    return turned
+
+
+def _less(work: Work, dense: torch.Tensor, factors: Factors | None) -> torch.Tensor:
+    """A weight without what its residual stands for, in float64: what is left for the quantized matrix to be."""
+    if factors is None:
+        return dense
+    right = factors.right.to(torch.float32)
+    right = fast.rotate(right, work.rotation, dtype=torch.float32) if work.rotation else right
+    rest: torch.Tensor = dense.to(torch.float64) - factors.left.to(torch.float64) @ right.to(torch.float64)
+    return rest
 
 
 def _corrected(
-    work: Work, index: int, q: Quantized, result: LayerResult
+    work: Work, index: int, q: Quantized, result: LayerResult, residual: Factors | None = None
 ) -> tuple[LayerResult, torch.Tensor | None]:
     """The result with a corrected bias, and what is added to that; None where there is no bias, or nothing is won."""
-    target, dense, inputs = work.stack.targets[index], work.stack.dense[index], work.inputs
+    target, inputs = work.stack.targets[index], work.inputs
+    dense = _less(work, work.stack.dense[index], residual)
     layers = list(target.layers.values())
     bias = layers[0]._parameters.get("bias") if len(layers) == 1 else None
     if bias is None or inputs is None:

@@ -216,6 +216,28 @@ class AutoRound(Method):
 
 
 @dataclass(frozen=True)
+class LowRank(Method):
+    """Adds a product of two thin matrices to a quantized weight, W ~ Q + L R, the best one for the layer's outputs.
+
+    The error W - Q that the methods before it leave is approximated by a matrix of rank `rank`, weighted by the second moments
+    of the layer's inputs (LQER, Zhang et al., arXiv 2402.02446; the closed form with all second moments: QERA, Zhang et al.,
+    arXiv 2410.06040; without them: LoRC of ZeroQuant-V2, Yao et al., arXiv 2303.08302). rank: 1 or more; 32 adds
+    about a bit to each weight of a layer of 1024 by 1024, a quarter of one of 4096 by 4096. dtype: of L (N, rank) and R
+    (rank, K), "bfloat16" or "float16". They multiply the inputs as these come, not quantized ones (`LowRankLinear`), and do not
+    train. A layer that is no nn.Linear of its own weight, or whose factors would be as large as its dense weight, gets none;
+    the report says so. Layout "ao_lab" holds them. The mathematics: `reference.calibration.low_rank_residual`.
+    """
+
+    rank: int = 32
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"LowRank: rank is an integer of at least 1, got {self.rank!r}; 32 is usual")
+        choice(self.dtype, ("bfloat16", "float16"), "LowRank: dtype")
+
+
+@dataclass(frozen=True)
 class BiasCorrection(Method):
     """Corrects the bias for the change of the mean output by quantization; layers without a bias are unchanged."""
 
@@ -251,11 +273,21 @@ class StaticKV(Method):
 
 
 #: In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, AutoRound, BiasCorrection, StaticKV)
+ORDER: tuple[type[Method], ...] = (
+    Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, AutoRound, LowRank, BiasCorrection, StaticKV,
+)  # fmt: skip
 #: By their names on the command line.
 METHODS: dict[str, type[Method]] = {kind().name: kind for kind in ORDER}
 #: Methods that do the same, of which a weight can have one.
 EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ), (Clip, HQQ), (AutoRound, BiasCorrection))
+#: What does not go together, and why.
+INCOMPATIBLE: dict[tuple[type[Method], type[Method]], str] = {
+    (
+        AutoRound,
+        LowRank,
+    ): "AutoRound learns the weights of a block after those of each layer have got their residuals; give "
+    "LowRank with GPTQ",
+}
 
 
 def ordered(methods: Any) -> tuple[Method, ...]:
@@ -274,6 +306,11 @@ def ordered(methods: Any) -> tuple[Method, ...]:
         both = [kind.__name__ for kind in group if kind in kinds]
         if len(both) > 1:
             raise ValueError(f"methods: {' and '.join(both)} do the same in different ways; give one of them")
+    for pair, why in INCOMPATIBLE.items():
+        if all(kind in kinds for kind in pair):
+            raise ValueError(
+                f"methods: {' and '.join(kind.__name__ for kind in pair)} do not go together: {why}"
+            )
     return tuple(sorted(records, key=lambda record: ORDER.index(type(record))))
 
 
@@ -295,4 +332,15 @@ def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
     return next((method for method in methods if isinstance(method, kind)), None)
 
 
-__all__ = ["AWQ", "GPTQ", "HQQ", "AutoRound", "BiasCorrection", "Clip", "Rotate", "Smooth", "StaticKV"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "HQQ",
+    "AutoRound",
+    "BiasCorrection",
+    "Clip",
+    "LowRank",
+    "Rotate",
+    "Smooth",
+    "StaticKV",
+]

@@ -27,6 +27,7 @@ from ao_lab.config.base import Observer
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import CacheScales
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.low_rank import give_residuals
 from ao_lab.transforms.walk import Capture, tensors
 
 #: Values of a tensor that its digest reads at most.
@@ -180,6 +181,7 @@ class Finished:
         content = _read(self.file(index))
         self._check(self.file(index), content)
         mine = {id(target.parameter): target for target in targets}
+        give_residuals(module, content["parameters"])
         device = {name: parameter.device for name, parameter in module.named_parameters()}
         for name, parameter in list(module.named_parameters()):
             value, target = content["parameters"][name].to(device[name]), mine.get(id(parameter))

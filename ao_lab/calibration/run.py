@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,8 +41,18 @@ from ao_lab.calibration.experts import (
     siblings,
 )
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
-from ao_lab.calibration.layers import Calibrated, Part, Work, quantized_either_way
-from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, StaticKV, of_kind, ordered
+from ao_lab.calibration.layers import Calibrated, Part, Placing, Work, quantized_either_way
+from ao_lab.calibration.methods import (
+    GPTQ,
+    AutoRound,
+    Clip,
+    LowRank,
+    Method,
+    Rotate,
+    StaticKV,
+    of_kind,
+    ordered,
+)
 from ao_lab.calibration.offline import rotate_residual
 from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
@@ -124,20 +134,6 @@ def request_of(
         )
     asked = records or calibration is not None
     return Request(records, calibration, blocks, offload, resume, prefix) if asked else None
-
-
-class Placing(NamedTuple):
-    """A quantized weight, and the bias that belongs to it, on their way into the model."""
-
-    target: Target
-    weight: nn.Parameter
-    bias: torch.Tensor | None
-
-    def place(self) -> None:
-        """Both in their places; a second time changes nothing."""
-        self.target.put(self.weight)
-        if self.bias is not None:
-            next(iter(self.target.layers.values())).get_parameter("bias").data.copy_(self.bias)
 
 
 @dataclass
@@ -436,6 +432,10 @@ class Job:
                 inputs[expert] = SplitMoments()
         if any(isinstance(one, (Rotate, AutoRound)) for one in self.request.methods):
             notes.append("experts of one weight are neither rotated nor learned with their block")
+        if of_kind(self.request.methods, LowRank) is not None:
+            notes.append(
+                "no residual: it is for the weight of one nn.Linear, and this one has several experts"
+            )
         return joined(target, experts, notes)
 
     def smooth(
@@ -530,15 +530,8 @@ class Job:
         return list(zip(stack.targets, results, strict=True))
 
     def put(self, target: Target, calibrated: Calibrated) -> None:
-        """A quantized weight in every place of the dense one, and its bias."""
-        weight = calibrated.weight.transposed() if target.transposed else calibrated.weight
-        layers = list(target.layers.values())
-        bias = (
-            None
-            if calibrated.bias is None
-            else layers[0].get_parameter("bias").detach().to(torch.float64) + calibrated.bias
-        )
-        self.placing = Placing(target, nn.Parameter(weight, requires_grad=False), bias)
+        """A quantized weight in every place of the dense one, its bias, and its residual."""
+        self.placing = Placing.of(target, calibrated)
         self.placing.place()
         self.placing = None
         self.tell(target, calibrated.result)

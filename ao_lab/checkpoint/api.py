@@ -22,6 +22,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ from ao_lab.quantization.report import Report
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
+from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
 from ao_lab.transforms.report import ATTRIBUTE
 from reference.arrays.namespace import choice
 
@@ -334,17 +336,20 @@ def load_pretrained(
     records, scales = taken_scales(folder, records, (scheme or {}).get("kv_cache_scheme"))
     count = len(records.shapes(folder))
     target = model if model is not None else planned_model(folder.path, count, dtype)
-    records = without_spare_biases(converted(records, folder, target), folder, target)
-    check_state(target, records.shapes(folder), str(folder.path))
-    check_kinds(target, records.specs(folder), str(folder.path))
-    settings = None if model is not None else read_settings(folder.path, target)
-    target = model if model is not None else built(folder.path, count, dtype)
-    state = whole_weights(folder, records)
-    if dtype is not None:
-        state = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
-        }
-    fill(target, state)
+    records = converted(records, folder, target)
+    with ExitStack() as changes:
+        changes.enter_context(with_residuals(target, records.specs(folder)))
+        records = without_spare_biases(records, folder, target)
+        check_state(target, records.shapes(folder), str(folder.path))
+        check_kinds(target, records.specs(folder), str(folder.path))
+        settings = None if model is not None else read_settings(folder.path, target)
+        if model is None:
+            target = built(folder.path, count, dtype)
+            changes.enter_context(with_residuals(target, records.specs(folder)))
+        state = whole_weights(folder, records)
+        if dtype is not None:
+            state = {n: x.to(dtype) if x.is_floating_point() else x for n, x in state.items()}
+        fill(target, state)
     if settings is not None:
         target.generation_config = settings
     tell(target, records, folder)
@@ -421,6 +426,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         stored.limits.update(dict.fromkeys(read.limits))
         if not read.exact:
             stored.inexact.update(dict.fromkeys(read.limits))
+    reasons += unplaced_residuals(model)
     if not reasons:
         packed = [path for path, packed in bare.items() if packed]
         reasons += unsupported_reasons(model, list(bare), packed, is_untied(model))

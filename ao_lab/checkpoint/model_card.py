@@ -47,6 +47,8 @@ from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name,
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import cache_scheme_of
+from ao_lab.transforms.layers import full_name
+from ao_lab.transforms.low_rank import FACTORS, residual_paths
 from ao_lab.transforms.report import folded_names
 
 #: Auto classes of transformers and the tasks of the Hub, those first that say most. None: the Hub has no name for all of them.
@@ -348,11 +350,21 @@ def scheme_table(contents: Contents) -> str:
     for name, weights in groups.items():
         known = prose(common_name(weights[0].meta.recipe))
         rows.append([f"{known}: {span(name)}", str(len(weights)), *map(number, sizes(weights))])
-    dense = sum(contents.folder.specs[name].bytes for name in contents.records.dense)
+    factors = residual_names(contents)
+    names = [name for name in contents.records.dense if name not in factors]
+    dense, beside = (sum(contents.folder.specs[name].bytes for name in found) for found in (names, factors))
     every = sizes(contents.records.weights.values())
-    rows.append(["unquantized", str(len(contents.records.dense)), "", number(dense), number(dense)])
-    rows.append(["all", "", "", number(every[1] + dense), number(every[2] + dense)])
+    if factors:
+        rows.append(["low-rank residuals", str(len(factors) // 2), "", "0", number(beside)])
+    rows.append(["unquantized", str(len(names)), "", number(dense), number(dense)])
+    rows.append(["all", "", "", number(every[1] + dense), number(every[2] + dense + beside)])
     return table(rows)
+
+
+def residual_names(contents: Contents) -> set[str]:
+    """The tensors that are factors of low-rank residuals."""
+    paths = residual_paths(contents.records.dense)
+    return {full_name(path, name) for path in paths for name in FACTORS}
 
 
 def sizes(weights: Iterable[Weight]) -> tuple[int, int, int]:
@@ -369,7 +381,9 @@ def sizes(weights: Iterable[Weight]) -> tuple[int, int, int]:
 def left_text(contents: Contents) -> str:
     """Which matrices stayed."""
     specs = contents.folder.specs
-    matrices = dict.fromkeys((name for name in contents.records.dense if len(specs[name].shape) > 1), "")
+    factors = residual_names(contents)
+    left = [name for name in contents.records.dense if len(specs[name].shape) > 1 and name not in factors]
+    matrices = dict.fromkeys(left, "")
     names = folded_names(matrices)
     shown = ", ".join(map(span, names[:MOST_LAYERS]))
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""

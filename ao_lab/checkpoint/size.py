@@ -21,6 +21,7 @@ from ao_lab.quantization.plan import Change, planned
 from ao_lab.tensor.metadata import SPARSE, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, quantizable_parameters
+from ao_lab.transforms.low_rank import LowRankLinear
 from ao_lab.transforms.plan import Filter
 from reference import Scheme
 from reference.arrays.namespace import choice
@@ -69,8 +70,9 @@ class ModelSize:
 
     @property
     def linear(self) -> Size:
-        """The weights of linear layers, as published tables count: without embeddings, norms and biases."""
-        return self.of(lambda layer: layer.kind == "Linear")
+        """The weights of linear layers, as published tables count: without embeddings, norms and biases; with the factors of
+        low-rank residuals."""
+        return self.of(lambda layer: layer.kind in ("Linear", LowRankLinear.__name__))
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.methods import AWQ, BiasCorrection, Method, Smooth, ordered
+from ao_lab.calibration.methods import AWQ, BiasCorrection, LowRank, Method, Smooth, ordered
 from ao_lab.config.base import Config, kind_of
 from ao_lab.quantization.api import quantize_weights, transform_of
 from ao_lab.quantization.plan import Change, QuantizationPlan, group_of, planned
@@ -21,7 +21,7 @@ from ao_lab.transforms.layers import is_linear, shorten
 from ao_lab.transforms.plan import Filter
 
 #: Methods that change other parameters than the weight of a layer.
-BEYOND = (Smooth, AWQ, BiasCorrection)
+BEYOND = (Smooth, AWQ, LowRank, BiasCorrection)
 #: Names of the choices by scores.
 SCORED = (MIXED, CORRECTED) = ("mixed", "mixed, corrected")
 #: Which items are tied: labels by name, or a function of the name; None where an item stands alone.

@@ -156,8 +156,8 @@ def quantize(
         list[str] | None,
         typer.Option(
             rich_help_panel=CALIBRATION,
-            help="Quantization algorithm, repeatable: rotate, smooth, awq, clip, hqq, gptq, autoround, bias; kv: static scales "
-            "of a KV cache. Default: round to nearest.",
+            help="Quantization algorithm, repeatable: rotate, smooth, awq, clip, hqq, gptq, autoround, lowrank, bias; kv: "
+            "static scales of a KV cache. Default: round to nearest.",
         ),
     ] = None,
     windows: Annotated[

@@ -74,6 +74,15 @@ class SelectedLayout:
         more = f"; {kept} leaves these layers unquantized" if kept else ""
         return self.fallen_back(in_words(found) + more)
 
+    def for_methods(self, methods: Sequence[str]) -> SelectedLayout:
+        """The layout for what methods make: residuals have a place in our own alone. WrongInput where the other is named."""
+        if "lowrank" not in methods or self.layout == OWN:
+            return self
+        reason = "low-rank residuals have no place in compressed-tensors"
+        if self.given is None:
+            raise WrongInput(f"--method lowrank: {reason}; {ASK}")
+        return self.fallen_back(reason)
+
     def fallen_back(self, reason: str) -> SelectedLayout:
         """The layout that holds everything, and the configuration as it was given."""
         given = self.config if self.given is None else self.given

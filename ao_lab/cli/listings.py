@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -189,7 +188,9 @@ def check_name(name: str) -> None:
 
 def fitting_configs(word: str) -> list[str]:
     """Configurations that a word means: those whose names hold it (int4, float8), or whose bits it says (W4A16)."""
-    asked = re.sub("^fp", "float", word.lower())
+    from reference.arrays.namespace import spelled_out
+
+    asked = spelled_out(word)
     return [
         name
         for name, kind in config_classes().items()

@@ -15,10 +15,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from ao_lab.cli.terminal import (
 )
 from ao_lab.install.extras import needed
 from ao_lab.measure.folders import without_model
-from ao_lab.transforms.report import BLOCK
+from ao_lab.transforms.report import BLOCK, alike
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
@@ -202,6 +201,8 @@ def run_quantize(
         if sparsity is None
         else select_sparse_layout(config, sparsity, layout)
     )
+    if calibration is not None:
+        plan = plan.for_methods(calibration.methods)
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 
@@ -364,27 +365,26 @@ GROUPED = ("layer", "layers", "scheme", "kernel", "sparsity", "storage", "bytes"
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Layers that are alike but for the number of their block, as one line: their count, and bytes of all."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        alike = tuple(value for key, value in row.items() if key not in ("layer", "bytes"))
-        groups.setdefault((BLOCK.sub(".*", str(row["layer"])), *alike), []).append(row)
+
+    def key(row: Mapping[str, Any]) -> tuple[str, Hashable]:
+        said = tuple(value for name, value in row.items() if name not in ("layer", "bytes"))
+        return BLOCK.sub(".*", str(row["layer"])), said
+
     return [
         {
-            **alike[0],
-            "layer": name if len(alike) > 1 else alike[0]["layer"],
-            "layers": len(alike),
-            "bytes": sum(row["bytes"] for row in alike),
+            **group[0],
+            "layer": name if len(group) > 1 else group[0]["layer"],
+            "layers": len(group),
+            "bytes": sum(row["bytes"] for row in group),
         }
-        for (name, *_), alike in groups.items()
+        for name, group in alike(rows, key)
     ]
 
 
 def summary(report: Report, saved: Saved, before: int) -> str:
-    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes with its scales."""
-    elements = sum(prod(layer.shape) for layer in report.changed)
-    bits = 8 * sum(layer.bytes for layer in report.changed) / max(elements, 1)
+    """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes."""
     sizes = f"{saved.bytes / 1e6:,.4g} MB of weights (before: {before / 1e6:,.4g} MB)"
-    return f"done: {saved.files[0].parent}, {sizes}, {bits:.4g} bits per quantized weight"
+    return f"done: {saved.files[0].parent}, {sizes}, {report.bits:.4g} bits per quantized weight"
 
 
 def show(

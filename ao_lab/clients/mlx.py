@@ -23,6 +23,7 @@ from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
 from ao_lab.clients.integers import block_size, by_block, check_integers, nibbles, scales_of, signed_codes
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
+from ao_lab.transforms.low_rank import refuse_residuals
 from reference import Quantized
 from reference.quantize.quantize import unpacked
 
@@ -55,6 +56,7 @@ def save_mlx(model: nn.Module, folder: str | Path) -> MlxFolder:
     config = configuration_of(model)
     if not config:
         raise ValueError("save_mlx takes a model of transformers, whose configuration mlx-lm reads")
+    refuse_residuals(model, "the format of mlx-lm")
     linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     tensors, modes = {}, {}
     tied = config.get("tie_word_embeddings") and not is_untied(model)

@@ -337,12 +337,10 @@ class Store:
                 f"--out {folder} holds a comparison of other conditions: {other}; choose another folder, or remove "
                 f"{folder / FILE}"
             )
-        # Rows of names that are not asked for now stay in the file.
-        same = (
-            row for row in found.rows if made_by.get(row.name, before.get(row.name)) == before.get(row.name)
-        )
-        store.rows = {row.name: row for row in same if row.status == OK}
-        store.parts = {one: part for one, part in parts.items() if made_by.get(one) == before.get(one)}
+        # Rows of names that are not asked for now, and losses of rows that are not whole, stay in the file.
+        same = {name for name in before if made_by.get(name, before[name]) == before[name]}
+        store.rows = {row.name: row for row in found.rows if row.name in same and row.status == OK}
+        store.parts = {name: part for name, part in parts.items() if name in same}
         store.made_by = {**before, **made_by}
         return store
 

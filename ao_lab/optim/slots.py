@@ -39,9 +39,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_write(p: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter as a plain tensor that a step writes to; a weight that FSDP2 gathers quantized
-    (`ao_lab.training.shard.CastOnGather`) counts that, so that what was made of it is made anew."""
-    part = local(p.detach())
-    return part.to_write() if hasattr(part, "to_write") else part
+    (`ao_lab.training.shard.CastOnGather`) counts that, so that what was made of it is made anew, and its parameter does: ranks
+    that step it all know that the others have."""
+    part: Any = local(p.detach())
+    counts = hasattr(part, "to_write")
+    if counts and is_sharded(p) and not p.is_inference():
+        torch.autograd.graph.increment_version(p)
+    written: torch.Tensor = part.to_write() if counts else part
+    return written
 
 
 def on_any_rank(flag: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:

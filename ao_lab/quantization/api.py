@@ -43,7 +43,7 @@ from ao_lab.transforms.data import Watched, observe, unwatch, watch, watches
 from ao_lab.transforms.layers import (
     TABLES,
     check_model,
-    is_converted,
+    is_in_training,
     quantizable_parameters,
     shorten,
     untying,
@@ -411,7 +411,7 @@ def preshuffle(model: nn.Module) -> bool:
                 places.setdefault(id(parameter), []).append((module, name))
     for each in places.values():
         modules = [module for module, _ in each]
-        if any(isinstance(module, TABLES) or is_converted(module) for module in modules):
+        if any(isinstance(module, TABLES) or is_in_training(module) for module in modules):
             continue
         weight: Any = each[0][0]._parameters[each[0][1]]
         shuffled = for_products(weight)

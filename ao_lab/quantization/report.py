@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from ao_lab.transforms.layers import (
     quantizable_parameters,
     unsupported_reason,
 )
+from ao_lab.transforms.low_rank import RESIDUAL
 from ao_lab.transforms.report import ATTRIBUTE, SPARSITY, LayerLine, ModelReport
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
@@ -70,6 +72,8 @@ NOT_CALLED = "quantize_ was not called for it"
 NOT_TRAINED = "convert_for_training_ did not convert it; it trains in its own dtype"
 #: The reason of adapters, which are parameters beside a layer and no layers.
 ADAPTER = "an adapter; it trains"
+#: Those of parameters beside the weight of a layer.
+BESIDE = (ADAPTER, RESIDUAL)
 #: That of a layer that another has replaced since it was prepared.
 REPLACED = "not in QAT (put here after step='prepare')"
 #: The function of a layer in 2:4 storage on a GPU that no kernel multiplies as it is stored.
@@ -111,8 +115,8 @@ class Layer(LayerLine):
 
     @property
     def folded_name(self) -> str:
-        """See `LayerLine.folded_name`; adapters of all layers are one line for each of their names."""
-        return f"*.{self.name.rpartition('.')[2]}" if self.reason == ADAPTER else super().folded_name
+        """See `LayerLine.folded_name`; adapters and residuals of all layers are one line for each of their names."""
+        return f"*.{self.name.rpartition('.')[2]}" if self.reason in BESIDE else super().folded_name
 
     def told(self, width: int) -> list[str]:
         """Its scheme, what computes with it, and the reason; below it what multiplies by rows, and what was tuned."""
@@ -122,7 +126,8 @@ class Layer(LayerLine):
         what += f", {self.sparsity}" if self.sparsity else ""
         what += f", {self.storage}, {self.bytes} bytes" if self.storage != "dense" else ""
         trains = self.recipe and not self.prepared and what == "left"
-        lines = [f"  {self.name:<{width}}  {self.reason if trains else f'{what}: {self.reason}'}"]
+        alone = trains or self.reason == RESIDUAL
+        lines = [f"  {self.name:<{width}}  {self.reason if alone else f'{what}: {self.reason}'}"]
         lines += [f"    {', '.join(map(str, self.families))}"] if self.families else []
         lines += [f"    {name} did not load: {first_line(why)}" for name, why in self.failures.items()]
         return lines + [f"    tuned: {choice}" for choice in self.tuned]
@@ -142,9 +147,16 @@ class Report(ModelReport[Layer]):
     #: What `use_attention_` set, as text; "" where it set nothing.
     attention: str = ""
 
+    @property
+    def bits(self) -> float:
+        """The average bits that a quantized weight takes, with scales, zero points and low-rank residuals; 0 where none is."""
+        elements = sum(prod(layer.shape) for layer in self.changed)
+        stored = sum(layer.bytes for layer in self.layers if layer.changed or layer.reason == RESIDUAL)
+        return 8 * stored / max(elements, 1)
+
     def heading(self) -> str:
         """How many of them are quantized, and prepared."""
-        total, counts = f"of {sum(layer.reason != ADAPTER for layer in self.layers)} layers", {}
+        total, counts = f"of {sum(layer.reason not in BESIDE for layer in self.layers)} layers", {}
         for how in ("for QAT", "with adapters"):
             counts[how] = sum(layer.prepared == how for layer in self.layers)
         told = [f"{count} {total} prepared {how}" for how, count in counts.items() if count]

@@ -54,13 +54,15 @@ from ao_lab.tensor.fsdp import gathered_parts, refill, sent, whole_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.training.layers import LowPrecisionLinear
 from ao_lab.training.products import is_captured
-from ao_lab.training.scales_over_ranks import amax_over, apart, magnitudes, scales_of
+from ao_lab.training.scales_over_ranks import amax_over, apart, magnitudes, missing_ranks, scales_of
 from ao_lab.training.shard import CastOnGather, Gathered, Sent
 from ao_lab.transforms.layers import check_model
 from reference import Quantized, Scales, Scheme
 from reference.training.recipe import Recipe
 
 _numbers = itertools.count()
+#: Numbers of weights by the name of their group of ranks.
+_places: dict[str, Any] = {}
 #: Where a gathered weight has the number of the codes that it was made of.
 MADE_OF = "_made_of"
 
@@ -319,8 +321,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     Call it after every optimizer step, on every rank. Without it each weight reduces its own scale when it is gathered first
     after a step. A scale is used as long as its weight has not changed: after a load, or a step that this did not follow, it is
-    found again, by all ranks together: a rank that alone wrote to its shard waits for the others, so let all of them write, if
-    only to no row (`weight.to_local()[:0].zero_()`). Weights of which some rank has no rows are left to that. Codes, of any
+    found again, by all ranks together. After a write to its shard on one rank alone that rank waits for the others as long as a
+    collective would, and raises ValueError: let all of them write, if only to no row (`weight.to_local()[:0].zero_()`), or call
+    this after it. Weights of which some rank has no rows are left to that. Codes, of any
     scheme, are made anew at the next gather. TypeError for anything but a model.
     """
     check_model(module)
@@ -335,7 +338,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     for group, members in groups.items():
         amaxes = amax_over(magnitudes([weight.dense for _, weight in members]), group)
         for (one, weight), amax in zip(members, amaxes.unbind(), strict=True):
-            remember(weight, amax, version_of(weight, one))
+            remember(weight, amax, version_of(weight, one), group)
         _remember_scales([weight for _, weight in members], amaxes)
 
 
@@ -371,18 +374,39 @@ def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it,
     `to_local()` in inference mode; one by a collective, where scales are of the tensor) are not seen:
     `precompute_float8_dynamic_scale_for_fsdp` after them finds scales and codes again. Where scales are of the tensor a write
-    that is seen on one rank alone lets that rank reduce the scale alone, and wait.
+    that is seen on one rank alone is an error there (`check_all_wrote`).
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1
-    counted = own, weight.known.writes, weight.dense._version
+    counted = own, weight.known.writes_of_lists, weight.known.writes, weight.dense._version
     return (*counted, next(_numbers)) if weight.known.replayed or is_captured(weight.dense) else counted
 
 
-def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...]) -> None:
+def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...], group: Any) -> None:
     """Keep the magnitude of a whole weight beside its shard."""
     known = weight.known
     known.amax, known.scale, known.version = amax, None, version
+    if known.place is None:  # ranks of a group come to its weights in one order
+        known.place = next(_places.setdefault(group.group_name, itertools.count()))
+
+
+def check_all_wrote(weight: CastOnGather, version: tuple[int, ...], group: Any) -> None:
+    """ValueError, before any collective, on a rank that wrote to its shard where others did not.
+
+    A write to the parameter, and one to lists of tensors as optimizers do, is one on every rank. After others ranks meet first,
+    which takes the host two messages.
+    """
+    known = weight.known
+    if known.amax is None or known.version is None or known.version[:2] != version[:2] or known.replayed:
+        return
+    missing = missing_ranks(group, weight.device, f"ao_lab/scale/{known.place}", known.agreed)
+    if missing:
+        raise ValueError(
+            f"a weight's shard {tuple(weight.shape)} was written to on this rank, and not on {missing[0]} of its group, so "
+            "that they do not agree whose scale is old: write on every rank, if only to no row "
+            "(weight.to_local()[:0].zero_()), or call precompute_float8_dynamic_scale_for_fsdp on every rank after the write"
+        )
+    known.agreed += 1
 
 
 def _remember_scales(weights: Sequence[CastOnGather], amaxes: torch.Tensor) -> None:
@@ -401,12 +425,15 @@ def scale_of(
 ) -> torch.Tensor:
     """The scale (0-d) of the whole weight, cast to `dtype`: the one that is known, or reduced over the group and kept.
 
-    rows: of the whole weight. All ranks come to the same decision, since they write to their shards at the same places.
+    rows: of the whole weight. All ranks come to the same decision, since they write to their shards at the same places;
+    ValueError on one that does not.
     """
     known, version = weight.known, version_of(weight, module)
     everywhere = weight_rows_everywhere(rows, dist.get_world_size(group))
     if known.amax is None or known.version != version or not everywhere:
-        remember(weight, amax_over(magnitudes([weight.dense]), group)[0], version)
+        if everywhere:
+            check_all_wrote(weight, version, group)
+        remember(weight, amax_over(magnitudes([weight.dense]), group)[0], version, group)
     if known.scale is None or known.dtype != dtype:
         amax = known.amax
         if amax is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,35 @@ def amax_over(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
+def missing_ranks(group: Any, device: torch.device, asked: str, count: int) -> list[int]:
+    """Ranks of a group that did not ask the same within the time limit of its collectives on a device; none where all did.
+
+    Ranks meet in the group's store, on the host: no collective is under way when one of them does not come. asked: what, a key
+    of the store; count: for which time, from 0 on.
+    """
+    if dist.get_backend(group) == "fake":
+        return []
+    store = dist.distributed_c10d._get_process_group_store(group)
+    keys = [f"{asked}/{count}/{rank}" for rank in range(group.size())]
+    own = keys[group.rank()]
+    store.set(own, "1")
+    try:
+        store.wait(keys, time_limit(group, device))
+    except dist.DistStoreError:
+        if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            store.delete_key(own)
+            return missing
+    # Whoever asks for this time has read the keys of the time before.
+    store.delete_key(f"{asked}/{count - 1}/{group.rank()}")
+    return []
+
+
+def time_limit(group: Any, device: torch.device) -> timedelta:
+    """After which a group's collectives on a device fail: `init_process_group(timeout=...)`."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
+
+
 def scales_of(amaxes: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
     """The scale of blocks whose largest magnitudes, once they are cast to `dtype`, are amaxes (n): scales (n)."""
     return fast.choose_scales(amaxes.to(dtype).reshape(-1, 1), one_block_a_row(scheme)).scale.reshape(-1)  # type: ignore[no-any-return]
@@ -60,4 +90,4 @@ def apart(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return scales.new_empty(len(scales), ALIGNED // scales.itemsize)[:, 0].copy_(scales).unbind()
 
 
-__all__ = ["amax_over", "apart", "magnitudes", "scales_of"]
+__all__ = ["amax_over", "apart", "magnitudes", "missing_ranks", "scales_of"]

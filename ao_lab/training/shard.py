@@ -8,6 +8,7 @@ every rank.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,8 +47,13 @@ class Amax:
     scale: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     version: tuple[int, ...] | None = None
-    #: How many operations have written to the shard.
+    #: The number of the weight among those of its group of ranks, the same on each of them; None: not known.
+    place: int | None = None
+    #: How many times ranks have agreed to find it again, after writes that a rank may have made alone.
+    agreed: int = 0
+    #: How many operations have written to the shard, and of these how many to lists of tensors, as optimizers do on every rank.
     writes: int = 0
+    writes_of_lists: int = 0
     #: What was sent last, and of which weight, dtype and place (`sent_again`); None once an operation writes to the shard.
     sent: tuple[tuple[Any, ...], Gathered] | None = None
     #: What is sent of a shard in parts, and of which dtype, weight and mesh; None: not known.
@@ -55,9 +61,10 @@ class Amax:
     #: Whether a CUDA graph has an operation that writes to the shard: replays of it cannot be seen.
     replayed: bool = False
 
-    def written(self) -> None:
+    def written(self, in_list: bool = False) -> None:
         """Count an operation that writes to the shard; what was made of its values is let go."""
         self.writes += 1
+        self.writes_of_lists += in_list
         self.sent = None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             self.replayed = True
@@ -86,12 +93,14 @@ def writes_lists(func: Any) -> bool:
     lists have every weight of an optimizer."""
     schema = func._schema
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-    return (
-        any(written[:1])
-        and not any(written[1:])
-        and not schema.returns
-        and str(schema.arguments[0].type) == "List[Tensor]"
-    )
+    return any(written[:1]) and not any(written[1:]) and not schema.returns and takes_lists(func)
+
+
+@lru_cache(maxsize=256)
+def takes_lists(func: Any) -> bool:
+    """Whether the first argument of an operation is a list of tensors: foreach operations and fused steps."""
+    arguments = func._schema.arguments
+    return bool(arguments) and str(arguments[0].type) == "List[Tensor]"
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +124,7 @@ def tell(known: Amax, func: Any) -> None:
     """Let a shard know of an operation on it: one that writes, or a collective, whose schema does not say that it writes. Ranks
     reduce scales together: a write is only what all of them do."""
     if func._schema.is_mutable:
-        known.written()
+        known.written(takes_lists(func))
     elif func.namespace == "c10d":
         known.sent = None
 
@@ -194,7 +203,7 @@ class CastOnGather(torch.Tensor):
         if writes_lists(func):
             for t in args[0]:
                 if isinstance(t, CastOnGather):
-                    t.known.written()
+                    t.known.written(True)
             func(*(inside(one) for one in args), **{name: inside(one) for name, one in kwargs.items()})
             return None
         if writes_first(func) and isinstance(args[0], CastOnGather) and plainly_given(args, kwargs):
@@ -225,6 +234,20 @@ class CastOnGather(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CastOnGather({self.scheme.name}, {self.dense!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy as torch makes of a plain tensor: what shared memory does so again. Nothing is known of the copy's weight."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:  # torch's refusal
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        known = memo.setdefault(id(self.known), Amax())
+        copied = CastOnGather(copy.deepcopy(self.dense, memo), self.scheme, known)
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        rest = {name: value for name, value in self.__dict__.items() if name not in copied.__dict__}
+        copied.__dict__.update(copy.deepcopy(rest, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor in files: what reads them need not know this class."""

@@ -133,6 +133,8 @@ class ConvertedModule:
 
     #: How step "prepare" has prepared it, for reports; "" where it has not.
     preparation: ClassVar[str] = ""
+    #: Whether it is in training, so that its weight stays in the layout that it has.
+    for_training: ClassVar[bool] = True
 
     def unsupported_reason(self) -> str | None:
         """Why its weight cannot be quantized as it is; None where the weight alone decides."""
@@ -146,6 +148,11 @@ class ConvertedModule:
 def is_converted(module: nn.Module) -> bool:
     """Whether a module is of a class that it got in place."""
     return isinstance(module, ConvertedModule)
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a module is of a class that it got in place to train."""
+    return isinstance(module, ConvertedModule) and module.for_training
 
 
 def looks_up(table: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -46,6 +46,7 @@ class LayerLine:
 
 
 L = TypeVar("L", bound=LayerLine)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,27 +79,37 @@ class ModelReport(Generic[L]):
 BLOCK = re.compile(r"\.\d+(?=\.|$)")
 
 
+def alike(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[tuple[str, list[T]]]:
+    """Items with the same key, in the order of the first of each, beside the name in that key.
+
+    key: of an item, its name without the number of its block, and what is said of it.
+    """
+    groups: dict[tuple[str, Hashable], list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [(name, group) for (name, _), group in groups.items()]
+
+
 def folded(layers: Collection[L]) -> list[L]:
     """Layers of which a report says the same but for the number of their block as one, their count behind the name."""
-    groups: dict[tuple[str, ...], list[L]] = {}
-    for layer in layers:
-        groups.setdefault(tuple(replace(layer, name=layer.folded_name).told(0)), []).append(layer)
+
+    def key(layer: L) -> tuple[str, Hashable]:
+        return layer.folded_name, tuple(replace(layer, name="").told(0))
+
     return [
-        replace(alike[0], name=f"{alike[0].folded_name} ({len(alike)})") if len(alike) > 1 else alike[0]
-        for alike in groups.values()
+        replace(group[0], name=f"{name} ({len(group)})") if len(group) > 1 else group[0]
+        for name, group in alike(layers, key)
     ]
 
 
 def folded_names(reasons: Mapping[str, str], what: str = "") -> list[str]:
     """The same of names and reasons: a line for those of all blocks. what: stands before each reason."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault((BLOCK.sub(".*", name), reason), []).append(name)
-    named = {
-        (f"{pattern} ({len(names)})" if len(names) > 1 else names[0]): reason
-        for (pattern, reason), names in groups.items()
-    }
-    return [f"{name}  {what}{reason}".rstrip() for name, reason in named.items()]
+    groups = alike(reasons.items(), lambda one: (BLOCK.sub(".*", one[0]), one[1]))
+    named = [
+        (f"{pattern} ({len(group)})" if len(group) > 1 else group[0][0], group[0][1])
+        for pattern, group in groups
+    ]
+    return [f"{name}  {what}{reason}".rstrip() for name, reason in named]
 
 
 def remember_pruned(model: nn.Module, name: str, what: str) -> None:

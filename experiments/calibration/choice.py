@@ -47,6 +47,8 @@ BY_HAND, SINGLE = "first and last layers in 8 bits", "alone"
 #: What a choice is held against on the evaluation texts, and the methods that both are quantized by.
 RULES = ("one scheme for all layers", BY_HAND)
 RULE_ARMS = ("rounding", "search by inputs", "gptq")
+#: The method over which schemes are chosen, METHODS by its name in rows.
+CHOSEN_BY = "search by inputs"
 OVER, OVER_ERROR = "KL of the choice over this", "standard error of the KL of the choice over this"
 
 

@@ -84,6 +84,8 @@ ARMS: dict[str, tuple[tuple[str, Arguments], ...]] = {
     "awq + search": (("AWQ", {}), ("Clip", {})),
     "gptq": (("Clip", {}), ("GPTQ", {})),
     "gptq, damping 0.01": (("Clip", {}), ("GPTQ", {"damping": 0.01})),
+    "low rank": (("LowRank", {}),),
+    "gptq + low rank": (("Clip", {}), ("GPTQ", {}), ("LowRank", {})),
     "awq + gptq": (("AWQ", {}), ("Clip", {}), ("GPTQ", {})),
     "smooth + gptq": (("Smooth", {}), ("Clip", {}), ("GPTQ", {})),
     "rotate + gptq": (("Rotate", {}), ("Clip", {}), ("GPTQ", {})),

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -57,10 +57,15 @@ class Wrong(Exception):
 
 def keep(journal: Journal, failed: list[Row], rows: list[Row]) -> None:
     """Rows of what went well into the journal, others beside it."""
-    if any(row.metric == "status: ok" for row in rows):
+    if is_ok(rows):
         journal.add(rows)
     else:
         failed += rows
+
+
+def is_ok(rows: Iterable[Row]) -> bool:
+    """Whether what was measured together went well."""
+    return any(row.metric == "status: ok" for row in rows)
 
 
 def status(word: str) -> Values:

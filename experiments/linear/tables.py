@@ -100,6 +100,7 @@ def theirs(name: str, build: Build, *, compiled: bool = True) -> Method:
 WEIGHTS = (
     Method("int4 g128", integers(4, 128)),
     Method("int4 g32", integers(4, 32)),
+    Method("int4 g32, zero points", lambda: ao_lab.Int4WeightOnlyConfig(group_size=32)),
     Method("int4 g128, zero points", lambda: ao_lab.Int4WeightOnlyConfig(group_size=128)),
     Method("int8", lambda: ao_lab.Int8WeightOnlyConfig()),
     Method("int8 g128", lambda: ao_lab.Int8WeightOnlyConfig(group_size=128)),

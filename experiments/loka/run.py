@@ -21,6 +21,7 @@ from experiments.harness.measuring import (
     bar,
     forget,
     in_time,
+    is_ok,
     keep,
     measure_each,
     status,
@@ -156,16 +157,25 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 def measure(
     settings: Settings, journal: Journal, failed: list[Row], line: Line | Turns, deadline: Deadline
 ) -> None:
-    """What the journal lacks of one line, into the journal; of methods that are timed in turn all are measured."""
+    """What the journal lacks of one line, into the journal; methods that are timed in turn have all their rows of one run."""
     if is_finished(settings, journal, line):
         return
     if isinstance(line, Turns):
-        for name, values in in_turn(line, deadline).items():
-            keep(journal, failed, told(settings, line, name, values))
+        measured = [told(settings, line, *one) for one in in_turn(line, deadline).items()]
+        if any(is_ok(rows) for rows in measured):
+            journal.drop(earlier(settings, journal, line))
+        for rows in measured:
+            keep(journal, failed, rows)
         if settings.device == "cuda":
             forget()  # models of tens of gigabytes, before the next case
     else:
         keep(journal, failed, rows_of(settings, line, deadline))
+
+
+def earlier(settings: Settings, journal: Journal, line: Turns) -> list[Row]:
+    """Rows that a run before left of a case; times of two runs do not compare."""
+    place = table_name(line.kind, settings.scale, line.data), line.setting, settings.seed
+    return [row for row in journal.rows if (row.table, row.setting, row.seed) == place]
 
 
 def in_turn(line: Turns, deadline: Deadline) -> dict[str, Values]:

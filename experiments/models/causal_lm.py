@@ -28,6 +28,7 @@ from ao_lab.cli.terminal import WrongInput
 from ao_lab.eval import Sums, exponential, measured
 from ao_lab.measure.folders import check_vocabulary, encoder, longest
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.low_rank import FACTORS, residual_layers
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
 from experiments.harness.measuring import Values
@@ -325,12 +326,16 @@ def not_tried(values: Values) -> Values:
 
 
 def sizes(model: nn.Module) -> Values:
-    """Decimal bytes of the whole model, weights that two layers share once, and bits per quantized weight, scales and all."""
+    """Decimal bytes of the whole model, weights that two layers share once, and bits per quantized weight: scales, zero points
+    and the factors of low-rank residuals included."""
     quantized, others, count = Stored(0), Stored(0), 0
+    factors = {id(layer.get_parameter(name)) for layer in residual_layers(model).values() for name in FACTORS}
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedTensor):
             quantized += stored(parameter.quantized)
             count += parameter.numel()
+        elif id(parameter) in factors:
+            quantized += stored_plain(parameter)
         else:
             others += stored_plain(parameter)
     found: Values = {"size": (quantized.total + others.total, "byte")}

@@ -171,13 +171,19 @@ def _dequantized(
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
         scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
-        weights = _of_some(torch.softmax(scores, -1), seen).to(q.dtype)
+        weights = _softmax(scores).to(q.dtype)
         return weights @ values.repeat_interleave(q.shape[1] // keys.shape[1], 1)
     added = seen if bias is None else torch.where(seen, bias, -math.inf).to(q.dtype)
     y = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=added, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
     )
     return _of_some(y, seen)
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Weights of scores (..., keys): 0 where all of a query's are minus infinity, hidden or not; NaN of NaN and of infinity."""
+    nothing = scores.amax(-1, keepdim=True) == -math.inf
+    return torch.softmax(scores, -1).masked_fill(nothing, 0.0)
 
 
 def _of_some(y: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -220,7 +226,7 @@ def _of_both(
         some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first:last]
         seen, bias = _visible(length - (queries - last), last - first, some, True, keys, q.device)
         scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
-        weights = _of_some(torch.softmax(scores, -1), seen).to(q.dtype)
+        weights = _softmax(scores).to(q.dtype)
         parts.append(
             _of_values(weights, computed[1], seen & near) + _of_values(weights, stored[1], seen & ~near)
         )

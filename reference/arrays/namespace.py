@@ -403,10 +403,14 @@ def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
     return str(value)
 
 
+def spelled_out(name: str) -> str:
+    """A name in lower case as records and configurations have it: "fp4" is short for "float4"."""
+    return re.sub("^fp", "float", name.lower())
+
+
 def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     """A few names like this one, those that hold it first; else the first few, and what lists all."""
-    # "fp4" is short for "float4".
-    words = {name.lower(), re.sub("^fp", "float", name.lower())}
+    words = {name.lower(), spelled_out(name)}
     inside = [known for known in table if name and any(word in known.lower() for word in words)]
     similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
     close = list(dict.fromkeys([*sorted(inside, key=len), *similar]))[:NAMED]

@@ -2,7 +2,8 @@
 
 `install` is for programs that started with TRITON_INTERPRET=1. Three quarters of their time went into changing the language
 anew at every call of a device function, though the launch has changed it already; into checks of overflow whose answer nothing
-reads; into shapes of tensors, made anew for each; and into reductions element by element.
+reads; into shapes of tensors, made anew for each; and into reductions element by element. Of the rest a quarter went into
+operands that have one type and shape already, and into numbers, made to blocks anew in each program of a launch.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def checked(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """A type of blocks whose shape is remembered."""
-    fields = checked(tuple(s.value if isinstance(s, tl.constexpr) else s for s in shape))
+    """A type of blocks whose shape is remembered; that of another block is known by itself."""
+    fields = of_shape.get(id(shape))
+    if fields is None:
+        fields = checked(tuple(s.value if isinstance(s, tl.constexpr) else s for s in shape))
+        of_shape[id(fields["shape"])] = fields
     self.element_ty, self.shape, self.numel = element_ty, fields["shape"], fields["numel"]
     self.name = f"{fields['name']}{element_ty}>"
 
@@ -80,6 +84,41 @@ def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     return broadcast_impl_value(self, lhs, rhs)
 
 
+def operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Both operands with one type and shape: as they are where they have them already, and a number as it was made before.
+
+    What becomes of a number depends on the other operand's type alone, if that is not changed itself.
+    """
+    first, second = type(lhs) in NUMBERS, type(rhs) in NUMBERS
+    options = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    if first is second:
+        same = not first and lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype and lhs.shape is rhs.shape
+        return (lhs, rhs) if same and not div_or_mod else type_checking(self, lhs, rhs, *options)
+    number, other = (lhs, rhs) if first else (rhs, lhs)
+    key = (first, type(number), number, other.dtype.name, id(other.shape), options)
+    if (known := made.get(key)) is None:
+        both = type_checking(self, lhs, rhs, *options)
+        if both[first] is not other or type(other.dtype) is not tl.dtype:
+            return both
+        if len(made) >= MOST_NUMBERS:
+            made.clear()
+        known = made[key] = both[not first]
+    return (known, other) if first else (other, known)
+
+
+def is_int(self: Any) -> bool:
+    """Whether a dtype is one of integers."""
+    return self.name in INTEGERS
+
+
 def generic_reduce(self: Any, tensors: Any) -> list[Any]:
     """A reduction by any function, half with half rather than element by element: as on a GPU, any order has to do."""
     if self.axis is None or len(tensors) > 1:
@@ -104,8 +143,16 @@ def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return interpreter.TensorHandle(made.data.astype(np.float32), d.dtype.scalar)
 
 
+NUMBERS = frozenset({int, float, bool})
+INTEGERS = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+#: Numbers that are kept as operands, and how many at most: blocks of some thousand elements.
+made: dict[Any, Any] = {}
+MOST_NUMBERS = 512
+#: Fields of types of blocks by the identity of their shape, which `checked` keeps.
+of_shape: dict[int, dict[str, Any]] = {}
 first_init = {kind: kind.__init__ for kind in (tl.block_type, tl.tensor)}
 broadcast_impl_value = type(interpreter.interpreter_semantic).broadcast_impl_value
+type_checking = type(interpreter.interpreter_semantic).binary_op_type_checking_impl
 dot_impl = interpreter.InterpreterBuilder.create_dot
 element_by_element = interpreter.ReduceOps.generic_reduce
 
@@ -119,6 +166,8 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
     tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
     type(interpreter.interpreter_semantic).broadcast_impl_value = broadcast
+    type(interpreter.interpreter_semantic).binary_op_type_checking_impl = operands
+    tl.dtype.is_int = is_int
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "checks of overflow are read"
     builder.options = replace(builder.options, sanitize_overflow=False)

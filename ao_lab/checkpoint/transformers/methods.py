@@ -269,8 +269,8 @@ def _check_rows_alone(model: Any) -> None:
         beside = [each for each, tensor in held if tensor is not None and each not in ("weight", "bias")]
         if beside:
             raise ValueError(
-                f"resize_token_embeddings: {name} is in training with {', '.join(beside)} beside its weight, of as many rows "
-                "as it has; resize before the model is prepared (quantize_, sparsify_), or leave this layer out"
+                f"resize_token_embeddings: {name} has {', '.join(beside)} beside its weight, of as many rows as it has; resize "
+                "before the model is prepared (quantize_, sparsify_), or leave this layer out"
             )
 
 

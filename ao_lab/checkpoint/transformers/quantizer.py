@@ -39,6 +39,7 @@ from ao_lab.checkpoint.transformers.methods import (
     dense,
     full_weight,
     holds_quantized,
+    is_sharded,
     placed_as,
 )
 from ao_lab.config.base import Config, FqnToConfig, Observer
@@ -46,7 +47,14 @@ from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle, required_observers
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.layers import is_linear, linear_and_experts
+from ao_lab.transforms.layers import is_linear, linear_and_experts, shorten
+from ao_lab.transforms.low_rank import (
+    FACTORS,
+    drop_residual,
+    give_residuals,
+    residual_layers,
+    residual_paths,
+)
 from ao_lab.transforms.plan import Device, Filter, Progress
 
 
@@ -96,6 +104,7 @@ class Stored:
         records = read_records(found)
         check_configuration(found.path, records)
         records, scales = taken_scales(found, records, kv_cache_scheme)
+        _give_residuals(model, {name: found.specs[name] for name in records.dense})
         expected = model.state_dict(keep_vars=True)
         names = Names(expected, model.base_model_prefix)
         weights = {names.of(name): weight for name, weight in records.weights.items()}
@@ -160,6 +169,24 @@ class Names:
         without = re.sub(f"^{re.escape(self.prefix)}\\.", "", name)
         tried = [name] if not self.prefix else [name, without, f"{self.prefix}.{name}"]
         return next((one for one in tried if one in self.expected), name)
+
+
+def _give_residuals(model: Any, specs: Mapping[str, Any]) -> None:
+    """Give the layers of a model the residuals that its folder holds, under the model's names."""
+    names = Names(model.state_dict(keep_vars=True), model.base_model_prefix)
+    places = {path: names.of(f"{path}.weight").removesuffix("weight") for path in residual_paths(specs)}
+    give_residuals(
+        model, {f"{own}{one}": specs[f"{path}.{one}"] for path, own in places.items() for one in FACTORS}
+    )
+
+
+def _refuse_sharded_residuals(model: Any) -> None:
+    """ValueError for layers whose weight is sharded over several ranks, and whose residual is not."""
+    if found := [name for name, layer in residual_layers(model).items() if is_sharded(layer.weight)]:
+        raise ValueError(
+            f"{shorten(found)}: low-rank residuals are not sharded by tensor parallelism; load the folder without tp_plan, or "
+            f"quantize without LowRank"
+        )
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any], folder: Path) -> None:
@@ -422,6 +449,7 @@ class Quantizer(HfQuantizer):
             # Saving undoes what reading did; here it undoes nothing.
             model._weight_conversions = None
             stored.finish()
+            _refuse_sharded_residuals(model)
             if stored.scales:
                 stored.remember_scales(model)
             preshuffle(model)
@@ -432,6 +460,10 @@ class Quantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """The model with dense weights in place of quantized ones, each the values that it stood for."""
         known: dict[int, nn.Parameter] = {}
+        for layer in residual_layers(model).values():
+            merged = layer.merged().to(dtype or layer.weight.dtype)
+            drop_residual(layer)
+            layer.weight = nn.Parameter(merged, requires_grad=False)
         for module in model.modules():
             for name, value in list(module._parameters.items()):
                 if value is not None and holds_quantized(value):

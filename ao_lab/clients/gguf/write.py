@@ -31,6 +31,7 @@ from ao_lab.clients.gguf.blocks import Blocks, to_blocks
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
+from ao_lab.transforms.low_rank import refuse_residuals
 
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -60,6 +61,7 @@ def save_gguf(
     gguf = needed("gguf")
     config: Any = getattr(model, "config", None)
     arch = architecture_of(config)
+    refuse_residuals(model, "GGUF")
     state = _state(model)
     names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))
     tensors = {names[key]: _written(key, value, config, arch) for key, value in state.items()}

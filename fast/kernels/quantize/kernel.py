@@ -13,8 +13,9 @@ A program takes a tile of P blocks with SIZE elements each. Where the elements l
 With CHUNKED a block is larger than a tile, and neighbouring programs take its parts.
 
 What happens is a `BlockOp`: where scales come from (the tile, a statistic that an earlier pass left, the caller) and what is
-written. Blocks too large for one tile take two passes: the first leaves statistics by atomic maximum on bit patterns, the
-second reads x again, in reverse order, since the end of x is what the L2 cache still holds.
+written. Blocks too large for one tile take two passes: the first leaves statistics by atomic maximum on bit patterns (those of
+one block in few parts side by side, which need no memory that is filled before), the second reads x again, in reverse order,
+since the end of x is what the L2 cache still holds.
 
 Where blocks run along an axis that is not the last, a tile has P neighbouring columns and SIZE rows of a block. Triton hands
 out lanes along columns first, then along rows, and warps last; a thread has INNER neighbouring columns, since `at` is said to
@@ -206,9 +207,12 @@ def blocks_kernel(
 
 @triton.jit
 def _leave_statistic(tile, inside, statistic, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr):
-    """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
+    """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum. A part of one block of
+    few leaves its own."""
     v = widened(tile, SCHEME.signs_nan)
-    if OP.outer == "statistic":
+    if OP.parts > 1:
+        tl.store(statistic + tl.program_id(0) + block, absmax(v, False, SCHEME.has_ptx))
+    elif OP.outer == "statistic":
         # Over all elements: one statistic, and in default schemes only finite ones count.
         largest = tl.max(absmax(v, SCHEME.block_nan, SCHEME.has_ptx), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")

@@ -17,7 +17,7 @@ import torch
 
 from fast.kernels.quantize.geometry import LARGEST_TILE, SMALLEST_TILE, Geometry, flat_geometry, geometry
 from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of, is_two_level
-from fast.launch.launcher import INT32, interpreted, power_above
+from fast.launch.launcher import ALIGNMENT, INT32, interpreted, power_above
 from reference import Quantized
 from reference.formats.encode import check_mode
 from reference.formats.formats import FORMATS
@@ -36,6 +36,10 @@ MASK_TILE = 1024
 ALONE = 512
 #: Warps of such a program at most.
 MOST_WARPS = 32
+#: Elements of one block of 16-bit numbers that one program quantizes by MOST_WARPS warps: 32 of a thread, in its 64 registers.
+LARGEST_ALONE = 32768
+#: Parts of one block of which each program of the last pass finds the statistic from theirs, which no pass fills before.
+MOST_PARTS = 256
 #: Scales of which one program makes an average.
 AVERAGED = 4096
 #: Numbers that every program that quantizes scales averages at most.
@@ -283,15 +287,49 @@ def _scaled(of: Problem, given: str, outputs: dict[str, Buffer], keep: bool = Tr
     elif of.rule.has_outer:
         outer, total = "statistic", prod(of.blocks.shape)
         before += _statistic(of, flat_geometry(total, total), outer, "outer_statistic")
+    of, parts = _of_one_block(of, op), 1
     if of.place.chunked:
-        before += _statistic(of, of.place, "", "statistic")
+        parts = 1 if outer else _parts(of)
+        before += _statistic(of, of.place, "", "statistic", parts)
     pairs = "codes" in op and paired(of, op["packed"])
     source = "statistic" if of.place.chunked else "tile"
-    do = block_op(source=source, outer=outer, scales=keep, reverse=bool(before.passes), pairs=pairs, **op)
+    do = block_op(
+        source=source, outer=outer, scales=keep, reverse=bool(before.passes), pairs=pairs, parts=parts, **op
+    )
     # An outer scale that comes from a statistic is written in any case.
     written = {**outputs, **{name: b for name, b in scales.items() if keep or name == "outer"}}
     of = replace(of, place=_place(of, outer, pairs))
-    return before + _single(of, do, (*reads, *before.buffers), written)
+    plan = before + _single(of, do, (*reads, *before.buffers), written)
+    # Where there are parts the last pass counts these, where other passes count blocks.
+    return plan.on_tiles(blocks=of.place.integers[5]) if parts > 1 else plan
+
+
+def _of_one_block(of: Problem, op: dict[str, Any]) -> Problem:
+    """The problem in one tile where a program that is all there is quantizes more than others hold: one launch, not three."""
+    total, place = prod(of.blocks.shape), of.place
+    plain = (
+        of.scheme.scale.statistic == "absmax"
+        and not of.rule.has_outer
+        and of.scheme.rounding == "nearest_even"
+    )
+    bytes_of_16_bits = (
+        of.dtype != "float32" and of.rule.bits == 8 and "codes" in op and total % ALIGNMENT == 0
+    )
+    if place.chunked and _is_one(place) and total <= LARGEST_ALONE and plain and bytes_of_16_bits:
+        return replace(of, place=flat_geometry(total, total, LARGEST_ALONE))
+    return of
+
+
+def _is_one(place: Geometry) -> bool:
+    """Whether the whole tensor is one block."""
+    return place.shape == "flat" and place.blocks == 1
+
+
+def _parts(of: Problem) -> int:
+    """The power of two above the number of parts of one block whose statistics lie side by side; 1 where they are added up."""
+    chunks = of.place.integers[5]
+    few = of.scheme.scale.statistic == "absmax" and _is_one(of.place) and chunks <= MOST_PARTS
+    return power_above(chunks) if few else 1
 
 
 def _operands(of: Problem, op: dict[str, Any]) -> tuple[str, ...]:
@@ -303,7 +341,7 @@ def _operands(of: Problem, op: dict[str, Any]) -> tuple[str, ...]:
 def _place(of: Problem, outer: str, pairs: bool) -> Geometry:
     """Tiles of the last pass. Where `fp6` and `fp4` serve, two warps with a block in each thread run faster than one."""
     place = of.place
-    if place.blocks == 1 and place.shape == "flat" and not place.chunked:
+    if _is_one(place) and not place.chunked:
         return replace(place, warps=max(place.warps, min(MOST_WARPS, place.size // ALONE)))
     if pairs and place.shape == "strips":
         return replace(place, warps=1)
@@ -312,8 +350,12 @@ def _place(of: Problem, outer: str, pairs: bool) -> Geometry:
     return replace(place, p=64, warps=2, programs=place.blocks // 64)
 
 
-def _statistic(of: Problem, place: Geometry, outer: str, name: str) -> Plan:
-    """The statistic of every block, or of all elements for an outer scale, into a buffer of this name."""
+def _statistic(of: Problem, place: Geometry, outer: str, name: str, parts: int = 1) -> Plan:
+    """The statistic of every block, or of all elements for an outer scale, into a buffer of this name. parts: see `_parts`."""
+    if parts > 1:
+        do = block_op(statistic=True, parts=parts)
+        one = Pass(place, of.rule, do, ("x",), ("statistic",), names={"statistic": name})
+        return Plan((one,), {name: Buffer((place.programs,), "int32")})
     ranged = not outer and of.scheme.scale.statistic != "absmax"
     buffer = Buffer((3, place.blocks), "int32", RANGE) if ranged else Buffer((place.blocks,), "int32", (0,))
     do = block_op(statistic=True, outer=outer)

@@ -324,7 +324,8 @@ class BlockOp(Constant):
     row. pairs: x is read in pairs of 16-bit floats. level: "averages" or "groups": scales that are quantized themselves are
     averaged, and quantized (`second_level`). exact: such scales divide elements as they are, below the floor or not.
     saturation: "mask": which blocks saturate is written to the argument `codes`; "gradient": g is masked in place by it.
-    parts, share: the power of two above the number of averages, and 1 over that above the number of scales.
+    parts, share: the power of two above the number of averages, or of parts of one block whose statistics lie side by side, and
+    1 over that above the number of scales.
     """
 
 

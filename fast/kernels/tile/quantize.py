@@ -60,7 +60,11 @@ from fast.kernels.tile.scales import choose_scales
 def _range(tile, inside, statistic, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr):
     """(pattern of the largest magnitude, minimum, maximum) of each block."""
     MINMAX: tl.constexpr = SCHEME.level.statistic != "absmax"
-    if OP.source == "statistic":
+    if OP.source == "statistic" and OP.parts > 1:
+        part = tl.arange(0, OP.parts)
+        of_parts = tl.load(statistic + part, mask=part < stride, other=0)
+        largest = tl.max(of_parts, axis=0) + tl.zeros_like(block)
+    elif OP.source == "statistic":
         largest = read(statistic + block, exists)
         if MINMAX:
             low = order_key(tl.load(statistic + stride + block, mask=exists, other=0))

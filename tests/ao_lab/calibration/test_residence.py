@@ -12,7 +12,7 @@ from ao_lab import (
     quantize_,
     quantize_pretrained,
 )
-from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, BiasCorrection, Clip
+from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, BiasCorrection, Clip, LowRank
 from ao_lab.calibration.residence import Copies
 from ao_lab.calibration.tokens import Moments
 from ao_lab.checkpoint.streaming import dense_of_files
@@ -84,12 +84,12 @@ def is_quantized(model, name):
 
 
 def test_gains_and_biases_that_change_go_home():
-    """Smoothed norms, and biases that were corrected; a layer that stays dense keeps its memory."""
+    """Smoothed norms, corrected biases, and residuals; a layer that stays dense keeps its memory."""
     model, expected = stack(), stack()
     home = model.blocks[0].three.weight.data_ptr()
     given = {
         "filter_fn": lambda m, n: n.startswith("blocks") and n[-3:] in ("one", "two"),
-        "methods": (AWQ(ratios=4), Clip(), BiasCorrection()),
+        "methods": (AWQ(ratios=4), Clip(), LowRank(4), BiasCorrection()),
     }
     quantize_(model, INT4, device="cpu", calibration=inputs(), **given)
     quantize_(expected, INT4, calibration=inputs(), **given)

@@ -39,7 +39,6 @@ def run(installed, folder, *arguments, script=START):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(installed), LIBRARIES]),
         "HOME": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     for name in ("AO_LAB_CACHE", "AO_LAB_REPORTS", "XDG_CACHE_HOME"):
         environment.pop(name, None)

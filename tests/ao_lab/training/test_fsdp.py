@@ -187,6 +187,26 @@ def test_copies():
     assert net[0].weight.dense.dtype == torch.bfloat16
 
 
+def test_copies_of_views():
+    """Of rows too, which begin inside of the memory; what shared memory does so again, and counts together."""
+    weight = nn.Parameter(CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"]))
+    weight.grad, weight.role = torch.ones(8, 4), ["a"]
+    again = copy.deepcopy(weight)
+    assert isinstance(again, nn.Parameter)
+    assert torch.equal(again.grad, weight.grad)
+    assert (again.role, again.role is weight.role) == (["a"], False)
+    shard = weight.detach()
+    for view in (shard[5], shard[2:4], shard.t()):
+        whole, part = copy.deepcopy([shard, view])
+        assert type(part) is CastOnGather
+        assert torch.equal(part.dense, view.dense)
+        part.zero_()
+        assert (whole.dense == 0).sum() == view.numel()
+        assert (whole.known.writes, shard.known.writes) == (1, 0)
+    with pytest.raises(RuntimeError, match="created explicitly"):
+        copy.deepcopy(weight[1])
+
+
 def test_what_is_made_of_a_weight_is_plain():
     weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
     for made in (torch.zeros_like(weight), weight + 1, weight.abs(), weight @ weight.t()):

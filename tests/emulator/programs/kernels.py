@@ -44,6 +44,7 @@ LONG = (((2, 17001), -1), ((300, 5), 0), ((2, 320, 64), 1))
 WHOLE = (((3, 64), -1), ((64, 24), 0), ((2, 96, 5), 1), ((192,), 0), ((2, 64, 128), 1))
 GROUPS = {
     "fp8": (("fp8_rowwise", (*ROWS, *LONG)), ("fp8_tensorwise_e5m2", (((3, 100), -1), ((), 0), ((2, 9001), -1))),
+            ("fp8_tensorwise", (((6, 4096), -1),)),  # of 16 bits one program, else three parts
             ("fp8_1x128", (((3, 200), -1), ((140, 24), 0), ((2, 35, 5), 1), ((77,), 0))),
             ("fp8_128x128", (((130, 150), -1), ((2, 129, 40), -1))),
             ("torchao.fp8_rowwise_training_pow2", ROWS[:2]), ("compressed_tensors.fp8_channel", ROWS[:2])),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.calibration import page
+from experiments.calibration.choice import CHOSEN_BY, OVER, RULES, setting
 from experiments.models.causal_lm import MODEL, REAL
 from experiments.report.real_runs import CHANGE, RECOVERED
 from experiments.runs.run import Settings
@@ -38,6 +39,24 @@ def test_the_method_is_the_one_that_does_best_on_the_other_text():
         (f"int3_g64_asymmetric, {BOOKS}: perplexity gap closed 50.0 of 60 %", False),
         (f"every scheme, {WIKITEXT}: least recovered 60.0 of 0 %", True),
         (f"every scheme, {BOOKS}: least recovered -5.0 of 0 %", False),
+    ]
+
+
+def test_a_choice_is_held_to_rules_of_its_size():
+    """By the method over which it was chosen alone."""
+    here = Settings(scale="full", device="cpu", cache=Path("nowhere"))
+    made = rows()
+    for rule, method, over in (
+        (RULES[0], CHOSEN_BY, 0.96),
+        (RULES[1], CHOSEN_BY, 0.9),
+        (RULES[1], "gptq", 1.5),
+    ):
+        values = {OVER: (over, "")}
+        made += here.rows("calibration", f"{REAL}SmolLM2-135M", BOOKS, setting(3.0, rule), method, values)
+    (found,) = page.targets_by_run(made)
+    assert [(str(one), one.reached) for one in found.targets if OVER in one.name] == [
+        (f"one scheme for all layers, 3 bits, {BOOKS}: {OVER} 0.960 of 0.95", False),
+        (f"first and last layers in 8 bits, 3 bits, {BOOKS}: {OVER} 0.900 of 1", True),
     ]
 
 

@@ -265,7 +265,7 @@ def test_draws_are_compared_seed_by_seed():
 
 
 def test_every_method_is_made_of_records():
-    known = {"Rotate", "Smooth", "AWQ", "Clip", "HQQ", "GPTQ", "AutoRound", "BiasCorrection"}
+    known = {"Rotate", "Smooth", "AWQ", "Clip", "HQQ", "GPTQ", "AutoRound", "LowRank", "BiasCorrection"}
     assert {name for arm in ARMS.values() for name, _ in arm} <= known
     assert methods_of("rounding") == ()
     assert [one.name for one in methods_of("awq + gptq")] == ["awq", "clip", "gptq"]

@@ -247,6 +247,13 @@ def test_a_case_is_resumed_whole(tmp_path, monkeypatch):
     assert {run.measured_whole(row) for row in rows} == {(rows[0].table, "s")}
     late = run.run(replace(only, seconds=-1.0), Journal())
     assert (len(late), len(asked)) == (2, 2)
+    # What fails in the second run has no row of the first beside the others' new ones; a run that measures nothing takes none.
+    journal = Journal(known=[row for row in rows if row.method == "b"])
+    assert [row.method for row in run.run(replace(only, seconds=-1.0), journal)[:2]] == ["b", "b"]
+    answers[0] = {"a": answers[0]["a"], "b": {"status: wrong: x": (0.0, "")}}
+    assert {(row.method, row.metric) for row in run.run(only, journal)} == {
+        ("a", "time"), ("a", "status: ok"), ("b", "status: wrong: x"),
+    }  # fmt: skip
     answers.clear()
     assert [row.metric for row in run.run(only)] == ["status: error: IndexError: list index out of range"] * 2
 

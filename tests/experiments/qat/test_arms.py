@@ -1,5 +1,6 @@
 """Ways to a quantized model: AutoRound is held against training at 2 and 3 bits, where the paper asks it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -39,8 +40,9 @@ def test_paretoq_trains_its_levels_by_its_authors_optimizer(folder, name, levels
     """Scales start at the largest magnitude of a group, take part in each step, and are those of the weights after it."""
     (method,) = arms.methods_named([name])
     assert arms.PARETOQ in method.arms
-    tuning = arms.tuning_of(arms.PARETOQ, Tuning(steps=2, batch=1, length=16, rate=1e-4, scale_rate=5e-3))
-    assert (tuning.factor(0), tuning.factor(1)) == (1.0, 0.5)
+    tuning = arms.tuning_of(arms.PARETOQ, Tuning(steps=40, batch=1, length=16, rate=1e-4, scale_rate=5e-3))
+    assert (tuning.factor(0), tuning.factor(20)) == (1.0, pytest.approx(0.5))
+    tuning = replace(tuning, steps=2)
     model = trainable(load(of_folder(folder), "cpu"), torch.float32)
     arms.prepare(model, method, arms.PARETOQ, [])
     first = next(iter(linears(model).values()))

@@ -8,7 +8,7 @@ import torch
 from ao_lab.kv_cache.recipe import INT4, NVFP4, RECIPES, KVRecipe
 from fast.attention.attention import _dequantized as by_torch
 from fast.attention.attention import attention
-from fast.attention.stored import append_, quantized_tokens, room_for
+from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, token_values
 from reference.attention import attention as specified
 
 #: What a kernel decodes.
@@ -110,8 +110,39 @@ def test_masks_of_fewer_axes(name, shape, monkeypatch):
         "fast.attention.attention._specified", lambda q, k, v, n, *rules: by_torch(q, k, v, length, *rules)
     )
     y = attention(q, keys, values, length, mask=mask)
+    for t in range(3):
+        rules = {"length": 7 + t, "mask": mask.expand(2, 4, 3, 16)[:, :, t : t + 1, :9]}
+        seen = of_query(q, keys, values, 7 + t, t)
+        exact = specified.attention(*seen, out_dtype="float64", **rules)
+        bound = specified.attention_error_bound(*seen, weights="float32", out_dtype="float32", **rules)
+        for result in (y, expected):
+            assert (abs(result[:, :, t : t + 1].numpy() - exact.numpy()) <= bound).all()
+
+
+def of_query(q, keys, values, end, t):
+    """Query t of q, and of nine tokens what it reads, computed or stored, where it sees `end` of them."""
+    at, window = torch.arange(9), keys.window if keys.scheme else values.window
+    near = ((at < window.sinks) | (at >= window.first(torch.tensor(end))))[:, None]
+    stored = [token_values(x, 9) for x in (keys, values)]
+    computed = [computed_values(x, y, torch.tensor(9)) for x, y in zip((keys, values), stored, strict=True)]
+    both = (torch.where(near, x, y) for x, y in zip(computed, stored, strict=True))
+    return q[:, :, t : t + 1], *both
+
+
+@pytest.mark.parametrize("name", ["bfloat16", SHORT], ids=["values", "short"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_scores_of_minus_infinity_alone(name, softcap):
+    """Zeros, as of a query that sees nothing; a bounded score counts."""
+    keys, values, length = cache(name, torch.float32)
+    (keys.codes if keys.computed is None else keys.computed)[..., 0] = -torch.inf
+    q = torch.ones(2, 4, 3, 64)
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    mask[:, 6] = True
+    expected = attention(q, keys, values, length, mask=mask, softcap=softcap or None)
+    y = by_torch(q, keys, values, length, mask[None, None], 0.125, True, softcap)
     assert expected.isfinite().all()
-    assert (y - expected).abs().max() < 1e-5
+    assert bool(expected.any()) == bool(softcap)
+    assert torch.equal(y, expected)
 
 
 def test_written_one_by_one():

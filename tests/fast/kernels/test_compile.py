@@ -102,6 +102,9 @@ COMPILED = (
     case(quantize, "fp8_tensorwise", "float32", given="all"),
     case(quantize, "torchao.fp8_rowwise_training_pow2"),
     case(quantize, "torchao.fp8_tensorwise_inference", shape=BIG, kernels=TWICE),
+    case(quantize, "torchao.fp8_tensorwise_inference", shape=(2, 14336)),
+    case(quantize, "int8_tensorwise", "float16", (8, 4096)),
+    case(quantize, "fp8_tensorwise", shape=(9, 4096), kernels=TWICE),
     # Powers of two: every element, every rule.
     case(quantize, "mxfp8_e5m2_rceil", "float16"),
     case(quantize, "mxfp6_e2m3", "float32", (64, 48), axis=0),
@@ -413,17 +416,24 @@ HOT_PARTS, HOT_CASES = in_parts(HOT, lambda each: each[0], kinds_of_call)
 
 
 @lru_cache(maxsize=2)
-def hot_machines(part):
-    """Machines of the cases of a part side by side, by name."""
-    cases = [one for one, _ in HOT_PARTS[part]]
+def hot_machines(part, names):
+    """Machines of those cases of a part that have these names, side by side, by name."""
+    cases = [one for one, _ in HOT_PARTS[part] if one.name in names]
     made = launched_together([one.call for one in cases])
     return dict(zip((one.name for one in cases), made, strict=True))
 
 
+def selected(request):
+    """Names of the cases that this run has of a test, whichever process runs them."""
+    items = (one for one in request.session.items if one.path == request.path)
+    same = (one for one in items if one.originalname == request.node.originalname)
+    return frozenset(one.callspec.params["case"][0].name for one in same)
+
+
 @pytest.mark.parametrize(("part", "case"), HOT_CASES)
-def test_hot_kernels_move_wide_and_stay_small(part, case):
+def test_hot_kernels_move_wide_and_stay_small(part, case, request):
     one, moves = case
-    machines = hot_machines(part)[one.name]
+    machines = hot_machines(part, selected(request))[one.name]
     assert tuple(machine.kernel for machine in machines) == one.kernels
     for machine, wanted in zip(machines, moves, strict=True):
         stay_in_registers(machine)
@@ -434,28 +444,25 @@ def test_hot_kernels_move_wide_and_stay_small(part, case):
 
 
 # Along the first axis each maximum is one warp's. Only scales change places, to be written side by side.
-ONE_WARP = (
-    "mxfp8_e4m3",
-    "mxfp6_e2m3",
-    "mxfp4",
-    "int4_g32",
-    "int8_g64",
-    "fp8_rowwise",
-    "torchao.mxfp8_e4m3_rceil",
+ONE_WARP = ("mxfp8_e4m3", "int4_g32", "fp8_rowwise")  # blocks of powers of two, of any scales, whole columns
+ONE_WARP_BY_NIGHT = ("mxfp6_e2m3", "mxfp4", "int8_g64", "torchao.mxfp8_e4m3_rceil")
+
+
+@lru_cache(maxsize=2)
+def one_warp_machines(names):
+    made = launched_together([case(quantize, name, shape=BIG, axis=0).call for name in names])
+    return dict(zip(names, made, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [(name, ONE_WARP) for name in ONE_WARP]
+    + [pytest.param(name, ONE_WARP_BY_NIGHT, marks=pytest.mark.nightly) for name in ONE_WARP_BY_NIGHT],
 )
-
-
-@lru_cache(maxsize=1)
-def one_warp_machines():
-    made = launched_together([case(quantize, name, shape=BIG, axis=0).call for name in ONE_WARP])
-    return dict(zip(ONE_WARP, made, strict=True))
-
-
-@pytest.mark.parametrize("name", ONE_WARP)
-def test_maxima_over_rows_stay_in_their_warp(name):
+def test_maxima_over_rows_stay_in_their_warp(name, names):
     """No barrier, and next to nothing in shared memory; records with two branches ask once whether all blocks are ordinary."""
     asks = bool(constants_of(SCHEMES[name], "bfloat16").has_same)
-    for machine in one_warp_machines()[name]:
+    for machine in one_warp_machines(names)[name]:
         assert machine.named("BAR") <= 2 * asks
         assert machine.named("STS", "LDS", "STSM", "LDSM") <= 8
         assert machine.named("SHFL") <= machine.elements / 4

@@ -496,6 +496,26 @@ def test_which_matrices_are_read_in_words(shape, start, served):
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "shape", "count", "fills"),
+    [
+        ("fp8_tensorwise", "bfloat16", (8, 4096), 1, []),
+        ("fp8_tensorwise", "float32", (8, 4096), 2, []),
+        ("fp8_tensorwise", "bfloat16", (3, 9001), 2, []),  # loads of single numbers: they would spill
+        ("fp8_tensorwise", "bfloat16", (16, 4096), 2, []),
+        ("fp8_tensorwise", "bfloat16", (1024, 4096), 2, [(0,)]),
+        ("torchao.int8_tensorwise_asymmetric", "bfloat16", (8, 4096), 2, [passes.RANGE]),
+        ("fp8_rowwise", "bfloat16", (2, 17008), 2, [(0,)]),
+    ],
+)
+def test_launches_of_a_tensor_that_is_one_block(name, dtype, shape, count, fills):
+    """One program where it holds all elements; else statistics of few parts, which no launch fills before."""
+    scheme = SCHEMES[name]
+    plan = passes.quantizing(passes.problem_of(dtype, scheme, Blocks.of(shape, scheme.scale, -1)))
+    assert len(plan.passes) == count
+    assert [buffer.fill for buffer in plan.buffers.values() if buffer.fill] == fills
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "given", "size", "fill"),
     [
         ("mxfp8_e4m3", (128, 128), "", 512, ()),

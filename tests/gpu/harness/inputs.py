@@ -44,6 +44,9 @@ def shared(scheme: Scheme) -> bool:
 def scheme_inputs(scheme: Scheme, dtype: str, fraction: float = 1.0) -> Iterator[tuple[str, Array]]:
     """(label, array) pairs for one record and dtype, all blocks along the last axis."""
     yield from random_inputs(dtype, max(ROWS, round(4 * fraction) * ROWS))
+    if scheme.scale.block == "tensor":  # what one program has where it is alone: whole, and with masks
+        for rows in (2 * ROWS, ROWS + ROWS // 2):
+            yield f"{rows} rows", fill("normals", (rows, WIDTH), dtype=dtype, seed=rows)
     blocks = _edges(_block_size(scheme), scheme.element, scheme.scale.target, dtype)
     blocks = blocks[:: max(1, round(1 / fraction))]
     if not shared(scheme):

@@ -6,14 +6,17 @@ both batches then.)
 """
 
 import copy
+from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +24,7 @@ import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.optim import AdamW8bit
 from ao_lab.training import fsdp as hooks
+from ao_lab.training import scales_over_ranks as over_ranks
 from ao_lab.training.shard import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE
 
@@ -180,6 +184,10 @@ def compare_bytes():
     assert sent["rowwise", True] == elements + 4 * rows
 
 
+#: Options of torch's AdamW by which it writes to lists of weights.
+STEPS = ("foreach", "fused")
+
+
 def compare_reductions():
     """All scales in one reduction, after which none is left; a scale that has grown old is found again."""
     _, net = converted("tensorwise")
@@ -200,6 +208,12 @@ def compare_reductions():
     assert reductions() == 0
     optimizer.step()
     assert reductions() == 4
+    # Ranks know of each other's steps.
+    steps = AdamW8bit(net.parameters()).step, *(AdamW(net.parameters(), **{how: True}).step for how in STEPS)
+    with mock.patch.object(hooks, "missing_ranks", side_effect=AssertionError):
+        for step in steps:
+            step()
+            assert reductions() == 4
     weight = net[0].up.weight
     stored = net.state_dict()["0.up.weight"]
     for written in (weight, weight.to_local(), stored.to_local(), stored, stored.detach(), stored.view(-1)):
@@ -303,6 +317,17 @@ def compare_one_rank_alone():
         assert torch.equal(many(given), one(given))
         content(one[0].up.weight)[0].fill_(9)
         weight.to_local()[0].fill_(9) if first else weight.to_local()[:0].zero_()
+        assert torch.equal(many(given), one(given))
+        content(one[0].up.weight)[1].fill_(18)
+        if first:
+            weight.to_local()[1].fill_(18)
+            limit = mock.patch.object(over_ranks, "time_limit", return_value=timedelta(seconds=0.1))
+            with limit, pytest.raises(ValueError, match="written to on this rank, and not on 1 of"):
+                many(given)
+        dist.barrier()
+        precompute_float8_dynamic_scale_for_fsdp(many)
+        assert torch.equal(many(given), one(given))
+        weight.to_local()[:0].zero_()
         assert torch.equal(many(given), one(given))
 
 

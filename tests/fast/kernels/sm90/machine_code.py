@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
@@ -33,6 +34,8 @@ SHARED = re.compile(r"GMMA\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], R(?:\d|Z)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 TARGET = re.compile(r"`\((\.L\w+)\)")
 REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
+#: Behind what else a thread goes on; how the last four do nobody reads.
+LEAVES = ("EXIT", "BRA", "BRX", "CALL", "RET", "JMP")
 
 #: Registers of a thread of a warp group from here on, which gives others back to its program or waits for them.
 POOL = re.compile(r"USETMAXREG\S*(?: \w+,)? (0x[0-9a-f]+)")
@@ -91,9 +94,9 @@ def uses_in_flight(code: Code) -> list[str]:
         line = code.lines[at]
         if _begins(line.text):
             pending = _with(pending, line.text)
-        elif named(line.text) & {one for group in pending for part in group for one in part}:
+        elif (held := _held(pending)) and not held.isdisjoint(named(line.text)):
             found[at] = line.text
-        if wait := WAIT.search(line.text):
+        if "DEPBAR" in line.text and (wait := WAIT.search(line.text)):
             kept = int(wait[1])
             pending = (*(pending[:-1][-kept:] if kept else ()), pending[-1])
         waiting += [(one, pending) for one in _next(code, at)]
@@ -102,6 +105,12 @@ def uses_in_flight(code: Code) -> list[str]:
 
 def _begins(text: str) -> bool:
     return "GMMA." in text
+
+
+@lru_cache(1024)
+def _held(pending: Pending) -> frozenset[int]:
+    """Registers of all products that are not waited for."""
+    return frozenset(one for group in pending for part in group for one in part)
 
 
 def _with(pending: Pending, text: str) -> Pending:
@@ -118,7 +127,8 @@ def _with(pending: Pending, text: str) -> Pending:
     return (*pending[:-1], group, ()) if "gsb0" in text else (*pending[:-1], group)
 
 
-def named(text: str) -> set[int]:
+@lru_cache(1 << 14)
+def named(text: str) -> frozenset[int]:
     """Registers of an instruction that is no product; those of wide ones all."""
     opcode = text.split()[0]
     width = (
@@ -137,23 +147,23 @@ def named(text: str) -> set[int]:
         wide = numbers[:1]
     elif opcode.startswith(("STS", "STG")):
         wide = numbers[-1:]
-    return {one + i for one in wide for i in range(width)} | set(numbers)
+    return frozenset(numbers).union(one + i for one in wide for i in range(width))
 
 
 def _next(code: Code, at: int) -> list[int]:
     """Where a thread goes from an instruction."""
     text, conditional = code.lines[at]
+    if not text.startswith(LEAVES):
+        return [at + 1]
     opcode = text.split()[0]
-    if opcode.startswith(("BRX", "CALL", "RET", "JMP")):
+    if opcode.startswith(LEAVES[2:]):
         raise NotImplementedError(text)
     if opcode == "EXIT":
         return [at + 1] if conditional else []
-    if opcode.startswith("BRA"):
-        target = TARGET.search(text)
-        assert target is not None, text
-        ways = [code.labels[target[1]]]
-        return [*ways, at + 1] if conditional or ".U" in opcode or ".DIV" in opcode else ways
-    return [at + 1]
+    target = TARGET.search(text)
+    assert target is not None, text
+    ways = [code.labels[target[1]]]
+    return [*ways, at + 1] if conditional or ".U" in opcode or ".DIV" in opcode else ways
 
 
 def compiled(kernel, variant, problem):
