@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import ao_lab  # noqa: E402
+from ao_lab.measure.intervals import half_interval, rounded  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
 
@@ -39,6 +40,8 @@ MODELS = {
 }
 CHANGE, RECOVERED = "perplexity, change", "KL, recovered"
 LOSS, LOSS_ERROR = "loss, change", "loss, standard error of the change"
+#: Scales of runs, and what they are called.
+RUNS = {"full": "long run", "quick": "short run"}
 #: What the rows of a scheme say whose groups do not divide a model's layers, and a cell of it.
 UNDIVIDED, ABSENT = "layers dense", "(a)"
 #: Whose speeds tables have.
@@ -138,24 +141,43 @@ def shown(page: str, table: str) -> str:
 
 def configurations() -> str:
     """Every entry, with all GPUs and clients."""
-    head = ["configuration", "", "bits per weight", *(f"perplexity, {name}" for name in measured())]
+    head = ["configuration", "", "bits per weight", *perplexities()]
     head += [f"{gpu}: {', '.join(map(str, TOKENS))} tokens" for gpu in GPUS]
     lines = [
-        [f"`{one}`", one.called, bits(one), *(loss(one, model) for model in measured().values())]
-        + [
-            ", ".join(found) if all(found := [speed(one, gpu, tokens) for tokens in TOKENS]) else ""
-            for gpu in GPUS.values()
-        ]
+        [f"`{one}`", one.called, bits(one), *losses(one)]
+        + [speeds(one, gpu) for gpu in GPUS.values()]
         + [", ".join(clients(one))]
         for one in ENTRIES
     ]
     return f"{WHOSE}\n\n{markdown([*head, 'read by'], lines)}\n{texts(lines)}\n"
 
 
+def perplexities() -> dict[str, tuple[str, str]]:
+    """The columns of perplexity that have results, each with the model and the scale of its runs: long ones first."""
+    return {
+        f"perplexity, {name}, {RUNS[scale]}": (model, scale)
+        for name, model in MODELS.items()
+        for scale in RUNS
+        if any(loss(one, model, scale) not in ("", ABSENT) for one in ENTRIES)
+    }
+
+
+def losses(entry: Entry) -> list[str]:
+    """The cells of those columns."""
+    return [loss(entry, model, scale) for model, scale in perplexities().values()]
+
+
 def texts(lines: Sequence[Sequence[str]]) -> str:
-    """Under a table: of which text its perplexities are, what stands after ±, and why a cell has none."""
-    told = ", ".join(f"{name} on {windows_of('ptq', table_of(model))}" for name, model in measured().items())
-    words = f"Perplexities: {told}; ± one standard error over windows."
+    """Under a table: of which text and device its perplexities are, what stands after ±, and why a cell has none."""
+    told = "; ".join(
+        f"{RUNS[scale]} of {model}: {windows_of(experiment, table)}, {device_of(experiment, table)}"
+        for model, scale in perplexities().values()
+        for experiment in ("ptq", "calibration")
+        if (table := table_of(model, scale)) in tables(experiment)
+        and (experiment == "ptq" or table not in tables("ptq"))
+    )
+    words = f"{told[:1].upper()}{told[1:]}. ±: half of a 95% interval (Student's t over windows)."
+    words += " Runs read different windows of the text, so compare within a column."
     if any(ABSENT in line for line in lines):
         words += f" {ABSENT}: groups of 128 do not divide this model's layers."
     return textwrap.fill(words, 128)
@@ -175,17 +197,39 @@ def windows_of(experiment: str, table: str) -> str:
     return f"{counts[0]} windows of {counts[1]} tokens"
 
 
+def device_of(experiment: str, table: str) -> str:
+    """The device of a table's rows, as people write it."""
+    return " and ".join(sorted({"CPU" if name == "cpu" else name for name in tables(experiment)[table]}))
+
+
 def summary() -> str:
     """The lines of README.md."""
-    head = ["", "configuration", "bits per weight", *(f"perplexity, {name}" for name in measured())]
-    head += [*map(_tokens, TOKENS), "read by"]
+    head = ["", "configuration", "bits per weight", *perplexities()]
+    head += [f"speed at {', '.join(map(str, TOKENS))} tokens", "read by"]
     lines = [
-        [one.called, f"`{one}`", bits(one), *(loss(one, model) for model in measured().values())]
-        + [speed(one, GPUS["H200"], tokens) for tokens in TOKENS]
-        + [", ".join(clients(one)[:2])]
+        [
+            one.called,
+            f"`{one}`",
+            bits(one),
+            *losses(one),
+            speeds(one, GPUS["H200"]),
+            ", ".join(clients(one)[:2]),
+        ]
         for one in (ENTRIES[index] for index in SHORT)
     ]
-    return f"{WHOSE}\n\n{markdown(head, lines)}\n{texts(lines)}\n"
+    told = textwrap.fill(calibrated(), 128, break_on_hyphens=False)
+    return f"{WHOSE}\n\n{markdown(head, lines)}\n{told}\n\n{texts(lines)}\n"
+
+
+def calibrated() -> str:
+    """A sentence on what the method of least perplexity leaves of rounding's, in two schemes of 4 bits."""
+    table, told = table_of(MODEL, "full"), []
+    for scheme, called in {"int4_g64": "INT4 in groups of 64", "nvfp4": "NVFP4"}.items():
+        known = {name: value("calibration", table, scheme, name, CHANGE) for name in METHODS}
+        best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0)
+        before, after = (changed("calibration", table, scheme, name) for name in ("rounding", best))
+        told.append(f"{called} from {before} to {after} ({METHODS[best]})")
+    return f"[Calibration](docs/choose.md#with-calibration), long run: {'; '.join(told)}."
 
 
 def calibration() -> str:
@@ -196,7 +240,8 @@ def calibration() -> str:
         found = [changed("calibration", table, scheme, name) for name in ("rounding", *METHODS)]
         lines.append([f"`{scheme.replace(', inputs ', '` x `')}`", *found])
     head = ["scheme", "rounding", *METHODS.values()]
-    on = f"{MODEL} on {windows_of('calibration', table)}; ± one standard error over windows"
+    where = device_of("calibration", table)
+    on = f"{MODEL} on {windows_of('calibration', table)}, {where}; ±: half of a 95% interval (Student's t over windows)"
     told = textwrap.fill(f"Perplexities: {on}. {other_winners(table)}", 128)
     return markdown(head, lines) + f"\n{told}\n"
 
@@ -238,24 +283,26 @@ def bits(entry: Entry) -> str:
     return f"{8 * size.bytes / (WEIGHT[0] * WEIGHT[1]):.3g}"
 
 
-def loss(entry: Entry, model: str = MODEL) -> str:
-    """Change of a model's perplexity by rounding to nearest, at one scale: full where there are results of it."""
+def loss(entry: Entry, model: str, scale: str) -> str:
+    """Change of a model's perplexity by rounding to nearest at one scale: as `ptq` has it, else as `calibration` does, which
+    begins with it."""
     made = recipe(entry)
+    table, name = table_of(model, scale), made.weight.name
     setting = f"weights + activations in {made.activation.name}" if made.activation else "weights"
-    table = table_of(model)
-    found = changed("ptq", table, setting, made.weight.name)
-    return found or (ABSENT if undivided(table, setting, made.weight.name) else "")
+    both = f"{name}, inputs {made.activation.name}" if made.activation else name
+    found = changed("ptq", table, setting, name) or changed("calibration", table, both, "rounding")
+    return found or (ABSENT if undivided(table, setting, name) else "")
 
 
 def changed(experiment: str, table: str, setting: str, method: str) -> str:
-    """A change of perplexity with its standard error, which is that of the loss times the ratio of the perplexities."""
-    change, loss, error = (
-        value(experiment, table, setting, method, name) for name in (CHANGE, LOSS, LOSS_ERROR)
+    """A change of perplexity with half of its 95% interval, that of the loss times the ratio of the perplexities."""
+    change, loss, error, windows = (
+        value(experiment, table, setting, method, name) for name in (CHANGE, LOSS, LOSS_ERROR, "windows")
     )
-    if change is None or loss is None or error is None:
+    half = half_interval(error, None if windows is None else int(windows))
+    if change is None or loss is None or half is None:
         return ""
-    spread = 100 * math.exp(loss) * error
-    return f"{percent(change)[:-1]} ± {spread:.1f}%"
+    return rounded(change, 100 * math.exp(loss) * half, sign=True, unit="%")
 
 
 def undivided(table: str, setting: str, method: str) -> bool:
@@ -266,16 +313,24 @@ def undivided(table: str, setting: str, method: str) -> bool:
     )
 
 
-def table_of(model: str) -> str:
-    """The table of a model's perplexities: at full scale, or where there are no results of that, at quick scale."""
-    full, quick = (f"real {model}/{scale}/{TEXT}" for scale in ("full", "quick"))
-    return full if any(key[0] == full for key in indexed("ptq")) else quick
+def table_of(model: str, scale: str) -> str:
+    """The table of a model's perplexities at a scale."""
+    return f"real {model}/{scale}/{TEXT}"
 
 
-def measured() -> dict[str, str]:
-    """Those of MODELS that have results."""
-    tables = {key[0] for key in indexed("ptq")}
-    return {name: model for name, model in MODELS.items() if table_of(model) in tables}
+@lru_cache
+def tables(experiment: str) -> dict[str, set[str]]:
+    """The tables of an experiment, each with its devices."""
+    found: dict[str, set[str]] = {}
+    for key, rows in indexed(experiment).items():
+        found.setdefault(key[0], set()).update(rows)
+    return found
+
+
+def speeds(entry: Entry, device: str) -> str:
+    """Its speeds for all numbers of tokens; nothing where one was not measured."""
+    found = [speed(entry, device, tokens) for tokens in TOKENS]
+    return ", ".join(found) if all(found) else ""
 
 
 def speed(entry: Entry, device: str, tokens: int) -> str:
@@ -333,10 +388,6 @@ def percent(number: float | None) -> str:
 def times(number: float | None) -> str:
     """A ratio."""
     return "" if number is None else f"{number:.2f}x"
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count > 1)}"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -66,6 +66,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_sidebars = {"index": [], "get_started": [], "choose": []}
 html_static_path = ["static"]
+html_search_scorer = str(HERE / "static" / "scorer.js")
 html_css_files = ["site.css"]
 html_theme_options = {
     "navigation_with_keys": False,

@@ -43,13 +43,38 @@ LEFT = ("gpu", "*.md", ".lock", "*.json", "*.sha256")
 ADDRESS = re.compile(r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"')
 
 
+#: The parts of the site that its copies of the reports link, with their titles.
+HEADER = {
+    "index": "ao_lab",
+    "get_started": "Get started",
+    "choose": "Choose",
+    "generated/results/index": "Results",
+    "guides/index": "Guides",
+    "generated/api/index": "API",
+    "help": "Help",
+}
+
 #: What people search for, by the page that answers first: main entries of its index, which the search ranks above other words.
 SEARCHED = {
     "faq": ("why is my model not faster", "model not faster", "slower than bfloat16"),
     "choose": ("laptop", "which configuration"),
-    "glossary": ("perplexity bits/param", "bits per weight", "bits/param", "group size", "group_size"),
+    "guides/formats": ("custom format", "custom scheme", "own format", "own scheme", "new format"),
+    "glossary": ("perplexity", "bits per weight", "bits/param", "group size", "group_size", "per-token"),
     "guides/quantize": ("quantise", "quantise a model", "quantisation"),
-    "generated/results/index": ("results", "reports", "benchmarks"),
+    "guides/calibrate": ("calibration", "calibrate"),
+    "guides/lora": ("LoRA", "QLoRA"),
+    "guides/serve": ("vLLM", "llama.cpp", "GGUF", "serve", "serving"),
+    "generated/results/index": (
+        "results",
+        "reports",
+        "benchmarks",
+        "history",
+        "missed targets",
+        "short run",
+        "published values",
+    ),
+    "generated/results/calibration": ("NVFP4 calibration", "calibration results", "best calibration method"),
+    "generated/results/linear": ("int4 16 tokens H200", "int4 speed H200", "speed int4"),
     "migration/torchao": ("migration torchao", "migrate from torchao"),
     "migration/llm_compressor": ("migration llm-compressor",),
     "migration/bitsandbytes": ("migration bitsandbytes",),
@@ -87,10 +112,19 @@ def copy(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.format == "html":
         folder = Path(app.outdir) / "reports"
         shutil.copytree(REPORTS, folder, ignore=shutil.ignore_patterns(*LEFT), dirs_exist_ok=True)
+        for path in folder.glob("*.html"):
+            path.write_text(with_header(path.read_text(encoding="utf-8")), encoding="utf-8")
         if gone := broken(folder):
             raise ValueError(
                 f"links of reports lead nowhere in {folder}: {'; '.join(gone)}; run `ao-lab reproduce --pages`"
             )
+
+
+def with_header(html: str) -> str:
+    """A page of the reports with the way back to the site, and its search, on top."""
+    links = "".join(f'<a href="../{name}.html">{title}</a>' for name, title in HEADER.items())
+    search = '<form action="../search.html"><input name="q" type="search" placeholder="Search" aria-label="Search"></form>'
+    return html.replace("<body>", f'<body>\n<header class="site">{links}{search}</header>', 1)
 
 
 def broken(folder: Path) -> list[str]:

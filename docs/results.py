@@ -13,7 +13,7 @@ REPORTS = Path(__file__).resolve().parents[1] / "reports"
 UP = "../../../reports"
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 SUMMARY = re.compile(r"<summary>(.+)</summary>")
-LONGER = re.compile(r"(.+): (\d+ lines), in \[")
+LONGER = re.compile(r"(.+): (\d+ lines?), in \[")
 #: Of the first report: links to other ones, and what of it is not told on the site.
 OTHER = re.compile(r"\]\((\w+)\.md\)")
 LEFT = "\n## Where else"
@@ -38,10 +38,14 @@ def first(names: list[str], text: str) -> str:
     body = OTHER.sub(lambda link: link[0] if link[1] in names else f"]({UP}/{link[1]}.md)", body)
     more = ", ".join(f"[{word}]({UP}/{name}.md)" for name, word in MORE.items())
     tree = "\n".join(names)
-    told = f"With figures: [the first screen]({UP}/README.md). More: {more}."
-    return f"{body}\n{told}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
+    site = ", ".join(f"[{word}](reports:../../reports/{name}.html)" for name, word in ALONE.items())
+    told = f"**With figures: [the first screen]({UP}/README.md)**. More: {site}, {more}."
+    title, _, rest = body.partition("\n\n")
+    return f"{title}\n\n{told}\n\n{rest}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
 
 
+#: Reports that are pages of the site alone, and those that are Markdown too.
+ALONE = {"scoreboard": "published values beside ours", "history": "the history of each number"}
 MORE = {
     "answers": "open questions of the TorchAO paper",
     "limits": "targets that are missed",

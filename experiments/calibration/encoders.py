@@ -130,17 +130,11 @@ def recovered(ours: Judged, rounding: Judged) -> Values:
 TEXT = (
     "Weights of all linear layers are quantized; where a setting names inputs, these are quantized too, with dynamic scales. "
     "Distance: 1 - cosine of a text's vector with the dense model's, the mean in thousandths; recovered is the share of "
-    "rounding's distance that a method takes away, paired by text. After ± stands the standard error over texts or books."
+    "rounding's distance that a method takes away, paired by text. After ± stands half of the 95% interval over texts or books."
 )
 
 
-SHOWN = (
-    "cosine distance",
-    "cosine distance, standard error",
-    RECOVERED,
-    RECOVERED_ERROR,
-    "neighbours kept",
-)
+DISTANCE = "cosine distance", "cosine distance, standard error"
 
 
 def encoder_sections(rows: Sequence[Row]) -> list[Section]:
@@ -160,12 +154,10 @@ def table(model: str, name: str, results: Results) -> Table:
     """A line for each scheme and method."""
     lines = []
     for setting, method in dict.fromkeys((row.setting, row.method) for row in results.rows):
-        values = [results.value(setting, method, metric) for metric in SHOWN]
-        distance, error, part, part_error, kept = values
-        if distance is None or error is None or method == BASE:
-            continue
-        share_text = "" if part is None else f"{number(part, 1)} ± {number(part_error, 1)}"
-        cells = [f"{number(distance, 2, 1e3)} ± {number(error, 2, 1e3)}", share_text, number(kept, 1)]
-        lines.append([setting, method, *cells])
+        distance = results.with_half(setting, method, *DISTANCE, factor=1e3)
+        if distance and method != BASE:
+            kept = number(results.value(setting, method, "neighbours kept"), 1)
+            share_text = results.with_half(setting, method, RECOVERED, RECOVERED_ERROR)
+            lines.append([setting, method, distance, share_text, kept])
     columns = ["scheme", "method", "distance (1/1000)", "recovered (%)", "neighbours (%)"]
     return Table(f"{model}, {name}: methods with data", columns, lines, results.rows)

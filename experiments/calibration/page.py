@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ao_lab.measure.intervals import rounded
 from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.encoders import encoder_sections
@@ -15,12 +16,13 @@ from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.report import accuracies
-from experiments.report.content import Comparison, Section, Table
+from experiments.report.content import Card, Comparison, Section, Table
 from experiments.report.real_runs import (
     CHANGE,
     KL,
     LOSS,
     LOSS_ERROR,
+    PERPLEXITY,
     RECOVERED,
     RECOVERED_ERROR,
     RealRun,
@@ -28,9 +30,11 @@ from experiments.report.real_runs import (
     best_runs,
     quality_cells,
     real_runs,
+    relative,
     title_of,
+    windows_of,
 )
-from experiments.report.results import Results, failures, number
+from experiments.report.results import Results, failures, interval_cell, number
 from experiments.report.targets import RunTargets
 
 TITLE = "Quantization with data: what calibration methods win over rounding, on real models"
@@ -48,8 +52,8 @@ FEATURED = (
 TEXT = (
     "Weights of all linear layers are quantized but those of a tied head; where a setting names inputs, these are quantized "
     "too, with dynamic scales. Rounding uses the scheme's own scales. KL is of the next-token distribution from the dense "
-    "model's; after ± stands the standard error, over windows of a text of one document and over documents where there are "
-    "several. Minutes hold the choosing, of all budgets, where schemes were chosen.",
+    "model's; after ± stands half of the 95% interval, over windows of a text of one document and over documents where there "
+    "are several. Minutes hold the choosing, of all budgets, where schemes were chosen.",
 )
 
 
@@ -64,13 +68,33 @@ def main_finding(rows: Sequence[Row]) -> str:
     return found[0].removesuffix(".") if found else ""
 
 
+#: The scheme of the first page's number.
+QUOTED = "int4_g64"
+
+
+def cards(rows: Sequence[Row]) -> list[Card]:
+    """What the best method leaves of the loss of 4-bit weights, beside rounding, on the first model's first text."""
+    for run in best_runs(rows):
+        text, results = next(iter(run.texts.items()))
+        name = next((one.method for one in bests(run, text) if one.scheme == QUOTED), "")
+        row = results.row(QUOTED, name, PERPLEXITY)
+        rounded = relative(results, QUOTED, ROUNDING)
+        if row is not None and rounded:
+            what = (
+                f"change of the perplexity of {run.model} on {text} ({windows_of(results)}) with int4 weights, groups of 64, "
+                f"by {name}"
+            )
+            return [Card(row, relative(results, QUOTED, name), what, f"{rounded} by rounding; bfloat16 is 0")]
+    return []
+
+
 class Best(NamedTuple):
     """The method of a scheme that does best on the other text, the share that it removes, and how many were compared."""
 
     scheme: str
     method: str
     share: float
-    error: float | None
+    half: float | None
     compared: int
 
 
@@ -80,10 +104,10 @@ def bests(run: RealRun, text: str) -> list[Best]:
     for setting in cases(run):
         names = methods(results, setting)
         name = run.chosen(text, setting, names, RECOVERED, most=True)
-        value, error = (results.value(setting, name, one) for one in (RECOVERED, RECOVERED_ERROR))
+        value, half = results.value(setting, name, RECOVERED), results.half(setting, name, RECOVERED_ERROR)
         if value is not None and math.isfinite(value):
             tried = [one for one in names if results.value(setting, one, RECOVERED) is not None]
-            found.append(Best(setting, name, value, error, len({*tried} - {ROUNDING})))
+            found.append(Best(setting, name, value, half, len({*tried} - {ROUNDING})))
     return found
 
 
@@ -95,22 +119,24 @@ def best_of(run: RealRun) -> list[str]:
 def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
     """Of one text."""
     several = [one for one in found if one.compared > 1]
-    said = f"{run.model}, {text} ({run.where.run}): "
+    said, words = f"{run.model}, {text} ({run.where.run}): ", []
     if several:
         name, times = Counter(one.method for one in several).most_common(1)[0]
         low, high = (number(limit(one.share for one in several), 0) for limit in (min, max))
         of = f"{name} in {times} of {len(several)}"
-        said += f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"
-    alone = [f"{one.scheme} ({one.method} {number(one.share, 0)}%)" for one in found if one.compared <= 1]
-    return (
-        said + "; " * bool(several and alone) + f"one method alone in {', '.join(alone)}" * bool(alone) + "."
-    )
+        words += [f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"]
+    alone = [
+        f"{one.scheme}: only {one.method} was measured ({number(one.share, 0)}%)"
+        for one in found
+        if one.compared <= 1
+    ]
+    return said + "; ".join([*words, *alone]) + "."
 
 
 def best_table(run: RealRun, text: str) -> list[Table]:
     """The best method of each scheme; none where no method was measured."""
     lines = [
-        [one.scheme, one.method, f"{number(one.share, 1)} ± {number(one.error, 1)}%", str(one.compared)]
+        [one.scheme, one.method, rounded(one.share, one.half, unit="%"), str(one.compared)]
         for one in bests(run, text)
     ]
     by = ", chosen on the other text" if len(run.texts) > 1 else ""
@@ -288,26 +314,24 @@ def rules_table(run: RealRun) -> Table:
                         lines.append([text, f"{bits:g} bits", method, number(ours, 3), *cells])
     columns = [
         "text", "budget", "method", "KL of the choice", "held against", "its bits per weight", "its KL",
-        "choice / this, ± standard error",
+        "choice / this",
     ]  # fmt: skip
     return Table(f"{run.model}: the automatic choice against rules by hand", columns, lines, run.whole.rows)
 
 
 def rule_cells(run: RealRun, results: Results, setting: str, method: str) -> list[str]:
     """Which form of a rule was measured, its size and KL, and the choice's KL over that; empty where it was not measured."""
-    words = (KL, choice.OVER, choice.OVER_ERROR)
-    kl, over, error = (results.value(setting, method, word) for word in words)
-    if kl is None or over is None or error is None:
+    words = (KL, choice.OVER)
+    kl, over = (results.value(setting, method, word) for word in words)
+    half = results.half(setting, method, choice.OVER_ERROR)
+    if kl is None or over is None or half is None:
         return []
     told = (row.metric for row in run.whole.rows if (row.setting, row.method) == (setting, method))
     name = next(word.removeprefix("rule: ") for word in told if word.startswith("rule: "))
     bits = number(run.whole.value(setting, method, "bits per weight"), 2)
-    return [name, bits, number(kl, 3), f"{over:.2f} ± {error:.2f}"]
+    return [name, bits, number(kl, 3), interval_cell(over, half)]
 
 
 def percent(results: Results, setting: str, method: str, metric: str, error: str) -> str:
-    """A percentage and its standard error; nothing for rounding, which recovers nothing of itself."""
-    value, spread = results.value(setting, method, metric), results.value(setting, method, error)
-    if value is None or spread is None or method in (ROUNDING, BASE):
-        return ""
-    return f"{number(value, 1)} ± {number(spread, 1)}"
+    """A percentage and half of its 95% interval; nothing for rounding, which recovers nothing of itself."""
+    return "" if method in (ROUNDING, BASE) else results.with_half(setting, method, metric, error)

@@ -236,7 +236,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         for name in WITH_SPEED_TARGET
     }
     base, theirs = fastest_bfloat16(results)[1], results.value(TORCHAO, quoted, RATE)
-    beside = f"bfloat16 {number(base, 0)}" + ("" if theirs is None else f"; torchao {number(theirs, 0)}")
+    beside = f"bfloat16 {number(base, 0)} ({number(over_fastest(results, OURS, quoted), 2)}x)"
+    beside += "" if theirs is None else f"; torchao {number(theirs, 0)}"
     what = f"tokens a second of Llama-3.1-8B's shapes with {quoted} weights, batch 1"
     return [Card(row, f"{row.value:.0f}", what, beside, bars)]
 

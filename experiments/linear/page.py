@@ -50,6 +50,8 @@ ABOUT = (
 FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
 #: Weights of the first page.
 QUOTED = ("int4 g128", "int8", "mxfp4")
+#: Those of `Int4WeightOnlyConfig()`: groups of 128 with zero points.
+DEFAULT = "int4 g128, zero points"
 NOTHING = "Nothing has been timed yet: times need a GPU."
 
 
@@ -85,22 +87,22 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 
 def cards(rows: Sequence[Row]) -> list[Card]:
-    """The speed of one token by int4 weights; for the figure int4 and int8 beside torchao's."""
+    """The speed of one token by the default int4 configuration; for the figure int4 and int8 beside torchao's."""
     runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
-    row = run[1].row(setting_of(1), "int4 g128", SPEED) if run else None
+    row = run[1].row(setting_of(1), DEFAULT, SPEED) if run else None
     if run is None or row is None:
         return []
     peers = next((one for where, one in by_run(rows, TORCHAO).items() if where == run[0]), Results([]))
     bars = {
-        f"linear layer, {name}, 1 token": {
+        f"linear layer, {words}, 1 token": {
             "ao_lab": run[1].value(setting_of(1), name, SPEED),
             PEER: next((peers.value(setting_of(1), peer, SPEED) for peer in peer_of(name)), None),
         }
-        for name in ("int4 g128", "int8")
+        for name, words in {DEFAULT: "int4", "int8": "int8"}.items()
     }
-    time = number(run[1].value(setting_of(1), "int4 g128", TIME), 1)
-    what = f"speed of a linear layer ({readable(SHAPE)}) with int4 g128 weights (symmetric), one token"
+    time = number(run[1].value(setting_of(1), DEFAULT, TIME), 1)
+    what = f"speed of a linear layer ({readable(SHAPE)}) with `Int4WeightOnlyConfig()`, one token"
     return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars)]
 
 

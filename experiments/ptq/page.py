@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ao_lab.measure.intervals import is_noise, rounded
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
 from experiments.ptq.real_page import real_card, real_findings, real_sections, short_finding
@@ -74,9 +75,9 @@ TEXT = (
     "Where one activation scale is over a whole tensor (tensorwise schemes, the outer scale of NVFP4), it is found for each "
     "window apart. Within a window it also sees what attention does not: the false continuations of all questions, and later "
     "text.",
-    "Changes are against float32 on the same text and questions, paired by window (each from another held-out file), with the "
-    "standard error over windows after the sign ±. A change within two standard errors is noise, and stands in parentheses; "
-    "among so many lines, one in twenty stands without them by chance.",
+    "Changes are against float32 on the same text and questions, paired by window (each from another held-out file); after the "
+    "sign ± stands half of the 95% interval over windows. A change within it is noise, and stands in parentheses; among so "
+    "many lines, one in twenty stands without them by chance.",
     "The error is over text, for this one trained model. Another training (another seed, another processor) is another model, "
     "and moved small changes by more than their error; an order among schemes of like size needs several seeds.",
 )
@@ -112,27 +113,27 @@ def cards(rows: Sequence[Row]) -> list[Card]:
 
 
 def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:
-    """(bits per weight, change, its standard error, method) of the default schemes that have all three."""
+    """(bits per weight, change, half of its 95% interval, method) of the default schemes that have all three."""
     found = []
     for setting, method in settings_of(results, activations):
         if is_default(method) and method not in PLAIN:
             bits = results.value(WEIGHTS, method, "bits per weight")
-            change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
-            if bits is not None and change is not None and error is not None and math.isfinite(change):
-                found.append((bits, change, error, method))
+            change, half = results.value(setting, method, CHANGE), results.half(setting, method, CHANGE_ERROR)
+            if bits is not None and change is not None and half is not None and math.isfinite(change):
+                found.append((bits, change, half, method))
     return found
 
 
 def noise_sentence(results: Results, activations: bool, name: str) -> str:
-    """How many schemes change the loss by no more than two standard errors, and the smallest of them."""
+    """How many schemes change the loss by no more than half of its 95% interval, and the smallest of them."""
     known = changes(results, activations)
-    within = [one for one in known if abs(one[1]) <= 2 * one[2]]
+    within = [one for one in known if is_noise(one[1], one[2])]
     if not within:
         return ""
-    bits, change, error, method = min(within)
+    bits, change, half, method = min(within)
     return (
-        f"Quantized {name}: {len(within)} of {len(known)} default schemes change bits per byte by no more than two standard "
-        f"errors; the smallest of them is {method} ({bits:.2f} bits per weight, {change:+.4f} ± {error:.4f})."
+        f"Quantized {name}: {len(within)} of {len(known)} default schemes change bits per byte by no more than their "
+        f"95% intervals; the smallest of them is {method} ({bits:.2f} bits per weight, {rounded(change, half, sign=True)})."
     )
 
 
@@ -142,8 +143,10 @@ def width_sentence(results: Results, activations: bool, name: str) -> str:
     for low, high in zip((0.0, *WIDTHS), WIDTHS, strict=False):
         inside = [one for one in changes(results, activations) if low < one[0] <= high]
         if inside:
-            bits, change, error, method = min(inside, key=lambda one: one[1])
-            words.append(f"{method} up to {high:g} bits ({bits:.2f} bits, {change:+.4f} ± {error:.4f})")
+            bits, change, half, method = min(inside, key=lambda one: one[1])
+            words.append(
+                f"{method} up to {high:g} bits ({bits:.2f} bits, {rounded(change, half, sign=True)})"
+            )
     return f"Smallest increase in bits per byte, {name}: {'; '.join(words)}." if words else ""
 
 
@@ -184,10 +187,10 @@ def quality(where: Where, results: Results) -> Section:
 def baseline_text(results: Results) -> str:
     """What the unquantized model does."""
     bits, accuracy = (results.value(WEIGHTS, "float32", metric) for metric in ("bits per byte", "accuracy"))
-    spread = results.value(WEIGHTS, "float32", "accuracy, standard error")
+    half = results.half(WEIGHTS, "float32", "accuracy, standard error")
     return (
         f"Unquantized, in float32, the model has {number(bits, 3)} bits per byte on held-out text and an accuracy of "
-        f"{number(accuracy, 1)}% (± {number(spread, 1)}) on four-way multiple choice, where guessing has 25%."
+        f"{rounded(accuracy, half, unit='%')} on four-way multiple choice, where guessing has 25%."
     )
 
 
@@ -229,7 +232,7 @@ def settings_of(results: Results, activations: bool) -> list[tuple[str, str]]:
 
 
 def change_plots(where: Where, results: Results) -> list[Drawing]:
-    """The loss of every scheme with two standard errors, by size."""
+    """The loss of every scheme with its 95% interval, by size."""
     drawings = []
     for default, title in ((True, "Default schemes"), (False, "Conventions of other projects")):
         methods = [
@@ -241,13 +244,14 @@ def change_plots(where: Where, results: Results) -> list[Drawing]:
         for activations, name in ((False, "weights"), (True, "weights and activations")):
             setting_of = {method: setting for setting, method in settings_of(results, activations)}
             series[name] = [results.value(setting_of.get(method, ""), method, CHANGE) for method in methods]
-            spreads = [results.value(setting_of.get(method, ""), method, CHANGE_ERROR) for method in methods]
-            errors[name] = [None if spread is None else 2 * spread for spread in spreads]
+            errors[name] = [
+                results.half(setting_of.get(method, ""), method, CHANGE_ERROR) for method in methods
+            ]
         labels = [
             f"{method}  {number(results.value(WEIGHTS, method, 'bits per weight'), 2)}" for method in methods
         ]
         figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=LINEAR)
-        caption = f"{title}: loss with two standard errors, by bits per weight (beside the name)."
+        caption = f"{title}: loss with its 95% interval, by bits per weight (beside the name)."
         drawings.append(
             Drawing(f"ptq-change-{'default' if default else 'others'}-{where.ending}", caption, figure)
         )
@@ -295,20 +299,10 @@ def quality_cells(results: Results, setting: str, method: str) -> list[str]:
     """Bits per byte and accuracy, each with its change."""
     return [
         number(results.value(setting, method, "bits per byte"), 3),
-        change_cell(results.value(setting, method, CHANGE), results.value(setting, method, CHANGE_ERROR), 4),
+        results.with_half(setting, method, CHANGE, CHANGE_ERROR),
         number(results.value(setting, method, "accuracy"), 1),
-        change_cell(
-            results.value(setting, method, ACCURACY_CHANGE), results.value(setting, method, ACCURACY_ERROR), 1
-        ),
+        results.with_half(setting, method, ACCURACY_CHANGE, ACCURACY_ERROR),
     ]
-
-
-def change_cell(change: float | None, error: float | None, digits: int) -> str:
-    """The change and its standard error, in parentheses where it is noise."""
-    if change is None or error is None:
-        return ""
-    text = f"{number(change, digits)} ± {number(error, digits)}"
-    return f"({text})" if abs(change) <= 2 * error else text
 
 
 def layers(where: Where, results: Results) -> Section:

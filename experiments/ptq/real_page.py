@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from ao_lab.measure.intervals import is_noise
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
@@ -14,13 +15,16 @@ from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import (
     CHANGE,
     CHANGE_ERROR,
+    PERPLEXITY,
     RealRun,
     about_of,
     best_runs,
     findings_of,
     quality_cells,
     real_runs,
+    relative,
     title_of,
+    windows_of,
 )
 from experiments.report.results import Results, failures, family, number
 
@@ -35,8 +39,8 @@ TEXT = (
     "Loss is the mean of -log p per token in nats, perplexity e to that, by the model's own tokenizer, in windows that do not "
     "overlap (stride = window), each predicting all of its tokens but the first, or all where the tokenizer begins a text with "
     "a token. Changes are paired by window with the dense model's; KL is the divergence of the predictions from the dense "
-    "model's. After ± stands the standard error, over windows of a text of one document and over documents where there are "
-    "several. A change within two standard errors stands in parentheses.",
+    "model's. After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over "
+    "documents where there are several. A change within it stands in parentheses.",
     "WikiText-2 here is the release wikitext-2-v1 (with <unk>); published perplexities are mostly of wikitext-2-raw-v1, "
     "another text.",
 )
@@ -102,13 +106,13 @@ def drawing(run: RealRun) -> Drawing | None:
     panels = run.panels(partial(points, run, CHANGE, BASE))
     if not panels:
         return None
-    figure = scatter_panels(
-        panels, "size of the model (MB, decimal)", "increase of the loss (nats)", symlog=LINEAR
-    )
+    labels = "size of the model (MB, decimal)", "increase of the loss (nats)"
+    wide = scatter_panels(panels, *labels, symlog=LINEAR)
+    narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.7)
     caption = (
         f"{run.model}: loss against bytes, rounding to the nearest; linear below {LINEAR}, logarithmic above."
     )
-    return Drawing(f"ptq-real-{run.ending}", caption, figure)
+    return Drawing(f"ptq-real-{run.ending}", caption, wide, narrow)
 
 
 def points(run: RealRun, metric: str, base: str, results: Results, inputs: bool) -> list[Point]:
@@ -131,9 +135,6 @@ def real_findings(rows: Sequence[Row]) -> list[str]:
 #: What the line of the first page says, where it was measured: schemes, with their inputs or without.
 TOLD = (("int8_rowwise", True), ("fp8_rowwise", True), ("int4_g32_asymmetric", False), ("nvfp4", False), ("mxfp4_rceil", False),
         ("nvfp4", True), ("mxfp4_rceil", True))  # fmt: skip
-
-
-PERPLEXITY = "perplexity, change"
 
 
 def short_finding(rows: Sequence[Row]) -> str:
@@ -171,15 +172,12 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         if not with_inputs
         and (change := results.value(run.setting(method, False), method, PERPLEXITY)) is not None
     ]
-    loss, error = (results.value(setting, first, metric) for metric in (CHANGE, CHANGE_ERROR))
     beside = "the same model in bfloat16"
-    if loss is not None and error is not None:
-        # The standard error of a ratio of perplexities is that of the loss times the ratio.
-        beside += f" (standard error {100 * math.exp(loss) * error:.1f}%)"
     if fours:
         beside += "; the best of 4-bit weights alone: {1} {0:+.1f}%".format(*min(fours))
-    what = f"change of the perplexity of {run.model} on {text} by INT8 weights and inputs, not calibrated"
-    return [Card(row, f"{row.value:+.1f}%", what, beside)]
+    where = f"{run.model} on {text} ({windows_of(results)})"
+    what = f"change of the perplexity of {where} by INT8 weights and inputs, not calibrated"
+    return [Card(row, relative(results, setting, first) or f"{row.value:+.1f}%", what, beside)]
 
 
 def finding(run: RealRun) -> str:
@@ -187,14 +185,15 @@ def finding(run: RealRun) -> str:
     text, results = next(iter(run.texts.items()))
     known = []
     for setting, method in run.measured():
-        change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
-        if method != BASE and change is not None and error is not None and math.isfinite(change):
+        change, told = results.value(setting, method, CHANGE), relative(results, setting, method)
+        if method != BASE and change is not None and told:
+            noise = is_noise(change, results.half(setting, method, CHANGE_ERROR))
             inputs = " with inputs" if setting != WEIGHTS else ""
-            known.append((method, inputs, change, error))
+            known.append((change, f"{method}{inputs} {f'({told})' if noise else told}"))
     if not known:
         return ""
-    words = [
-        f"{method}{inputs} {100 * (math.exp(change) - 1):+.1f}% ({change:+.3f} ± {error:.3f} nats)"
-        for method, inputs, change, error in sorted(known, key=lambda one: one[2])[:12]
-    ]
-    return f"{run.model}, perplexity over the dense model's on {text} ({run.where.run}): {', '.join(words)}."
+    words = [told for _, told in sorted(known)[:12]]
+    return (
+        f"{run.model}, perplexity over the dense model's on {text} ({run.where.run}; ±: half of a 95% interval, in parentheses "
+        f"where the change is within it): {', '.join(words)}."
+    )

@@ -17,7 +17,7 @@ from experiments.ptq.real_page import points
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import scatter_panels
 from experiments.report.real_runs import RealRun, about_of, real_runs, title_of
-from experiments.report.results import Results, Where, failures, number
+from experiments.report.results import Results, Where, failures, interval_cell, number
 from experiments.runs.benches import BASES, KINDS
 
 #: Below these distances plots are linear.
@@ -32,8 +32,8 @@ TEXTS = {
         "their own. Distance: 1 - cosine of a text's vector with the dense model's, the mean in thousandths. "
         "Neighbours: of each text's ten nearest by the dense model's vectors the share that stay among the ten "
         "nearest.",
-        "Changes are paired by text; after ± stands the standard error, over sentences and over books. A change "
-        "within two standard errors stands in parentheses.",
+        "Changes are paired by text; after ± stands half of the 95% interval, over sentences and over books. A "
+        "change within it stands in parentheses.",
     ),
     SPEECH: (
         "Weights of all linear layers of encoder and decoder are quantized but the head that is tied to the "
@@ -42,7 +42,7 @@ TEXTS = {
         "Ten utterances (five sentences of an audio book, five of card names), each decoded alone, greedy. Word "
         "errors are over all words, both texts through Whisper's English normalizer; with so few words one error is "
         "about a point. Loss and KL, per token of the true text, resolve more. Changes are paired by utterance; after "
-        "± stands the standard error over utterances. A change within two of them stands in parentheses.",
+        "± stands half of the 95% interval over utterances. A change within it stands in parentheses.",
     ),
 }
 #: Of each data set its columns: name, metric, its standard error, factor, digits.
@@ -126,7 +126,7 @@ def programs_section(rows: Sequence[Row]) -> list[Section]:
     tables = [table for run in real_runs(rows) if (table := programs_table(run)).lines]
     about = (
         "HumanEval: one program a problem, greedy; pass@1 is the share that passes its tests. Changes are paired by problem, "
-        "after ± stands the standard error over problems; a change within two of them stands in parentheses."
+        "after ± stands half of the 95% interval over problems; a change within it stands in parentheses."
     )
     return [Section("Programs that language models write", [about], [], tables)] if tables else []
 
@@ -193,17 +193,13 @@ def table(one: TaskRun, name: str, results: Results) -> Table:
 
 
 def cell(results: Results, setting: str, method: str, column: Column, dense: bool) -> str:
-    """A value with its standard error; a change that is noise in parentheses, of the dense model nothing."""
+    """A value with half of its 95% interval; a change inside it in parentheses, of the dense model nothing."""
     _, metric, error, factor, digits = column
     value = results.value(setting, method, metric)
     if value is None or (dense and error):
         return ""
-    text = number(value, digits, factor)
-    spread = results.value(setting, method, error) if error else None
-    if spread is None:
-        return text
-    text = f"{text} ± {number(spread, digits, factor)}"
-    return f"({text})" if "change" in metric and abs(value) <= 2 * spread else text
+    found = results.with_half(setting, method, metric, error, factor=factor) if error else ""
+    return found or number(value, digits, factor)
 
 
 def drawing(one: TaskRun) -> Drawing | None:
@@ -232,10 +228,10 @@ def finding(one: TaskRun, name: str, results: Results) -> str:
     known = []
     for setting, method in one.run.measured():
         distance = results.value(setting, method, MEASURE[one.task][0])
-        moved, spread = (results.value(setting, method, key) for key in (change, error))
-        if method != one.base and distance is not None and moved is not None and spread is not None:
+        moved, half = results.value(setting, method, change), results.half(setting, method, error)
+        if method != one.base and distance is not None and moved is not None and half is not None:
             inputs = " with inputs" if setting != WEIGHTS else ""
-            known.append((distance, f"{method}{inputs} {moved:+.1f} ± {spread:.1f}"))
+            known.append((distance, f"{method}{inputs} {interval_cell(moved, half, noise=False, sign=True)}"))
     base = results.value(WEIGHTS, one.base, metric)
     if not known or base is None:
         return ""

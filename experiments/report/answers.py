@@ -17,8 +17,6 @@ from experiments.report.content import Table, days_of
 from experiments.report.results import Results
 
 YES, NO, UNDECIDED, NOT_YET = "yes", "no", "undecided", "not yet"
-#: Half of a 95% interval in standard errors.
-ERRORS = 1.96
 
 
 @dataclass(frozen=True)
@@ -175,19 +173,18 @@ def sentence(statement: str, claims: Sequence[Claim]) -> str:
     return f"{statement}{of}: {', '.join(words)}{f'; measured by {commands}' if commands else ''}."
 
 
-def with_half(
-    results: Results, setting: str, method: str, metric: str, half: str, factor: float = 1.0
-) -> Interval | None:
-    """A value and a row that tells half of its interval, as it is or by a factor; None where either is missing."""
+def with_half(results: Results, setting: str, method: str, metric: str, half: str) -> Interval | None:
+    """A value and a row that tells half of its interval; None where either is missing."""
     value, spread = results.row(setting, method, metric), results.row(setting, method, half)
     if value is None or spread is None:
         return None
-    return Interval.around(value.value, factor * spread.value, value)
+    return Interval.around(value.value, spread.value, value)
 
 
 def with_error(results: Results, setting: str, method: str, metric: str, error: str) -> Interval | None:
-    """A value and its standard error."""
-    return with_half(results, setting, method, metric, error, ERRORS)
+    """A value and its 95% interval, by Student's t from its standard error."""
+    value, half = results.row(setting, method, metric), results.half(setting, method, error)
+    return None if value is None or half is None else Interval.around(value.value, half, value)
 
 
 def exact(results: Results, setting: str, method: str, metric: str) -> Interval | None:

@@ -122,11 +122,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with the name of its file and its caption."""
+    """A figure with the name of its file and its caption; for phones perhaps a narrow one that shows the same."""
 
     name: str
     caption: str
     figure: Figure
+    narrow: Figure | None = None
 
     @property
     def empty(self) -> bool:
@@ -186,6 +187,11 @@ class Card:
     def day(self) -> str:
         """When it was measured."""
         return self.row.date[:10]
+
+    @property
+    def short(self) -> bool:
+        """Whether its run is a short one."""
+        return table_parts(self.row.table)[1] == QUICK
 
     @property
     def run(self) -> str:

@@ -46,8 +46,13 @@ class History:
         for place, row in enumerate(self.rows):
             change = changed(self.rows[place - 1], row) if place else ""
             lines.append([row.date[:10], row.commit, worded(row), change])
-        columns = ["measured", "commit", self.rows[-1].metric, "change"]
+        columns = ["measured", "commit", f"{self.rows[-1].metric} ({self.direction})", "since the line below"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
+
+    @property
+    def direction(self) -> str:
+        """Which direction is better."""
+        return "higher is better" if better(self.rows[-1].metric) == "more" else "lower is better"
 
     @property
     def line(self) -> str:
@@ -77,9 +82,9 @@ class History:
 
     @property
     def ends(self) -> str:
-        """The first and the last value with their days, which stand beside the picture."""
+        """The first and the last value and the day of the first, which stand beside the picture."""
         first, last = self.rows[0], self.rows[-1]
-        return f"first {short(first.value)} ({first.date[5:10]}), now {short(last.value)} ({last.date[5:10]})"
+        return f"{short(first.value)} to {short(last.value)} since {first.date[:10]}"
 
     @property
     def words(self) -> str:

@@ -23,7 +23,7 @@ import importlib.resources
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -258,9 +258,8 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         tidy.write_text(places.reports / "assets" / name, (TEMPLATES / name).read_text("utf-8"))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
     found = {id(card): page.name for page in pages for card in page.cards}
-    cards = [card for page in pages for card in page.cards][:MOST_CARDS]
-    bars = [(label, values) for card in cards for label, values in card.bars.items()]
-    overview = draw_overview(bars) if bars else None
+    cards = first_cards(pages)
+    overview = draw_overview([card for card in cards if card.bars])
     if overview:
         tidy.write_text(places.figures / f"{OVERVIEW}.svg", svg(overview.figure))
     quoted = quoted_rows(pages)
@@ -282,6 +281,11 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
     return written
 
 
+def first_cards(pages: Iterable[Page]) -> list[Card]:
+    """The numbers of the first screen: those of full runs before those of short ones, each in the order of the experiments."""
+    return sorted((card for page in pages for card in page.cards), key=lambda card: card.short)[:MOST_CARDS]
+
+
 def quoted_rows(pages: Iterable[Page]) -> list[tuple[str, Row]]:
     """The rows whose history is kept, with words that say what they are: of cards, and of headlines that quote few."""
     found: dict[tuple[object, ...], tuple[str, Row]] = {}
@@ -299,13 +303,19 @@ def past_of(past: Iterable[History], row: Row) -> History | None:
     return next((one for one in past if one.rows[-1].key == row.key), None)
 
 
-def draw_overview(bars: Sequence[tuple[str, Mapping[str, float | None]]]) -> Drawing:
-    """The figure of the first screen, as wide as a phone."""
-    names = dict.fromkeys(name for _, values in bars for name in values)
-    series = {name: [values.get(name) for _, values in bars] for name in names}
-    labels = [textwrap.fill(label, WRAPPED) for label, _ in bars]
-    figure = dots(labels, series, "speed over bfloat16", base=1.0, width=2.8, height=0.36, legend=1)
-    caption = "Speed over bfloat16: ao_lab and the library beside it in the same run on one GPU, and published values."
+def draw_overview(cards: Sequence[Card]) -> Drawing | None:
+    """The figure of the first screen, as wide as a phone, each value at its point; None without a card that has bars."""
+    bars = {label: values for card in cards for label, values in card.bars.items()}
+    if not bars:
+        return None
+    names = dict.fromkeys(name for values in bars.values() for name in values)
+    series = {name: [values.get(name) for values in bars.values()] for name in names}
+    labels = [textwrap.fill(label, WRAPPED) for label in bars]
+    figure = dots(
+        labels, series, "speed over bfloat16", base=1.0, width=3.4, height=0.36, legend=1, written=True
+    )
+    rows = [card.row for card in cards]
+    caption = f"Speed over bfloat16 of the same run, higher is faster ({', '.join((*runs_of(rows), days_of(rows)))})."
     return Drawing(OVERVIEW, caption, figure)
 
 
@@ -373,13 +383,19 @@ def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Pa
         rows=rows,
         measured=note(rows),
         versions=ran_on(rows),
-        pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
+        pictures=drawn(drawings.values()),
         question=getattr(module, "QUESTION", ""),
         cards=optional(module, "cards", rows),
         headlines=optional(module, "headlines", rows),
         main_finding=optional(module, "main_finding", rows) or counted(targets),
         targets=targets,
     )
+
+
+def drawn(drawings: Collection[Drawing]) -> dict[str, str]:
+    """Each figure as SVG by the name of its file, narrow ones behind the others."""
+    pictures = {one.name: svg(one.figure) for one in drawings}
+    return pictures | {f"{one.name}-narrow": svg(one.narrow) for one in drawings if one.narrow}
 
 
 def optional(module: ModuleType, name: str, rows: Sequence[Row]) -> Any:

@@ -130,15 +130,16 @@ def scatter_panels(
     *,
     symlog: float | None = None,
     columns: int = 2,
+    width: float = 5.4,
     colors: Mapping[str, str] = COLORS,
 ) -> Figure:
-    """One scatter plot per panel, on common axes; points with a label carry it.
+    """One scatter plot per panel, on common axes; points with a label carry it. width: of a panel, in inches.
 
     symlog: the value up to which the vertical axis is linear, and above which it is logarithmic. colors: of the families that
     points name, in the legend's order.
     """
     rows = math.ceil(len(panels) / columns)
-    figure, axes = subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
+    figure, axes = subplots(rows, columns, (width * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
         _scatter(figure, axis, points, symlog, colors)
         axis.set_title(title, loc="left")
@@ -147,7 +148,8 @@ def scatter_panels(
         axis.tick_params(labelbottom=True, labelleft=True)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
+    families = {point.family for points in panels.values() for point in points}
+    family_legend(figure, families, colors, most=int(0.9 * width * columns))
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
     for axis in axes[: len(panels)]:
         separate(axis.texts)
@@ -170,12 +172,14 @@ def dots(
     width: float = 8.2,
     height: float = 0.175,
     legend: int = 3,
+    written: bool = False,
 ) -> Figure:
     """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
     base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
-    width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it.
+    width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it. written:
+    whether each value stands at its marker, in the marker's colour.
     """
     places = [
         place for place in range(len(labels)) if any(is_number(values[place]) for values in series.values())
@@ -185,7 +189,7 @@ def dots(
     errors = {name: [values[place] for place in places] for name, values in (errors or {}).items()}
     figure, (axis,) = subplots(1, 1, (width, 0.7 + height * max(1, len(labels))))
     heights = [-height for height in range(len(labels))]
-    ends = [0.0]
+    ends, notes = [0.0], list[Any]()
     for number, (name, values) in enumerate(series.items()):
         spread = errors.get(name) or [None] * len(values)
         drawn = [
@@ -210,6 +214,7 @@ def dots(
         )
         titles = [f"{labels[-height]}, {name}: {value:.4g}".replace("\n", " ") for value, height, _ in drawn]
         set_titles(figure, drawing[0], titles)
+        notes += [note_of(axis, value, place, color) for value, place, _ in drawn if written]
     axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
     if symlog is not None and axis.has_data():
@@ -224,7 +229,16 @@ def dots(
         axis.legend(
             loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, len(series)), frameon=False
         )
+    separate(notes)
     return figure
+
+
+def note_of(axis: Axes, value: float, place: float, color: str) -> Any:
+    """A value over its marker, until it is moved away from others."""
+    spot, side = (0, 4), "center"
+    return axis.annotate(
+        f"{value:.2f}", (value, place), spot, textcoords="offset points", ha=side, fontsize=7, color=color
+    )
 
 
 def heatmap(
@@ -315,13 +329,13 @@ def separate(notes: Iterable[Any]) -> None:
         taken.append(note.get_window_extent())
 
 
-def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:
-    """The colours of the families that a figure shows, over it."""
+def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str], most: int = 12) -> None:
+    """The colours of the families that a figure shows, over it, at most so many beside each other."""
     from matplotlib.lines import Line2D
 
     shown = [name for name in colors if name in families]
     handles = [Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in shown]
-    figure.legend(handles=handles, loc="upper center", ncols=max(1, len(shown)), frameon=False)
+    figure.legend(handles=handles, loc="upper center", ncols=max(1, min(most, len(shown))), frameon=False)
 
 
 # Line plots in the style of `experiments.report.plots`.

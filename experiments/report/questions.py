@@ -80,7 +80,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
                 over = ratio(ours, plain)
                 percent = None if over is None else over.scaled(100.0, -1.0)
                 yield Claim(
-                    "A step of QAT takes no more time than a training step without it",
+                    "A step of QAT takes at most the time of a training step without it",
                     of,
                     percent,
                     0.0,
@@ -91,7 +91,7 @@ def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
                 )
                 memory = exact(results, setting, f"ours, {recipe}", "peak memory over plain")
                 yield Claim(
-                    "A step of QAT takes no more memory than a training step without it",
+                    "A step of QAT takes at most the memory of a training step without it",
                     of,
                     memory,
                     0.0,
@@ -379,7 +379,7 @@ def sparse_language_models(rows: Rows) -> Question:
                         2,
                     )
                 )
-                claims.append(Claim("A 2:4 model loses nothing", of, gap, 0.0, "%", command, 2))
+                claims.append(Claim("A 2:4 model is as good as the dense one", of, gap, 0.0, "%", command, 2))
     claims = [*real_sparse_claims(rows["sparsity"]), *sorted(claims, key=lambda one: one.statement)]
     return Question("2:4 sparsity on language models", asked, claims)
 
@@ -395,7 +395,9 @@ def real_sparse_claims(rows: Sequence[Row]) -> Iterator[Claim]:
         command = f"ao-lab reproduce sparsity --model {model_of(run)} --scale full"
         lost = {arm: with_error(results, WEIGHTS, arm, CHANGE, CHANGE_ERROR) for arm in PRUNED}
         for arm, found in lost.items():
-            statement = "A pretrained model that is pruned to 2:4 without training loses nothing"
+            statement = (
+                "A pretrained model that is pruned to 2:4 without training is as good as the dense one"
+            )
             yield Claim(statement, f"{arm}, {of}", found, 0.0, "nats", command + only([arm]), 3, "<=")
         gain = difference(lost["2:4, sparsegpt"], lost["2:4, magnitude"])
         yield Claim(

@@ -11,9 +11,10 @@ from typing import TypeVar
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import BASE, FILE, MODEL, REAL
 from experiments.models.quantized_model import WEIGHTS, activations_of
-from experiments.report.results import Results, Where, number
+from experiments.report.results import Results, Where, interval_cell, number
 
 CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
+PERPLEXITY = "perplexity, change"
 KL, KL_ERROR = "KL", "KL, standard error"
 #: Of methods with data the shares of rounding's KL and of its loss that they take away.
 RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
@@ -168,29 +169,30 @@ def quality_cells(results: Results, setting: str, method: str) -> list[str]:
     """Perplexity, change of the loss and KL, as cells of a table."""
     return [
         number(results.value(setting, method, "perplexity"), 2),
-        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
-        with_error(results, setting, method, KL, KL_ERROR),
+        "" if method == BASE else results.with_half(setting, method, CHANGE, CHANGE_ERROR),
+        "" if method == BASE else results.with_half(setting, method, KL, KL_ERROR),
     ]
+
+
+def relative(results: Results, setting: str, method: str) -> str:
+    """The change of perplexity with half of its 95% interval, in percent; "" where it was not measured or is not finite."""
+    change, loss = (results.value(setting, method, one) for one in (PERPLEXITY, CHANGE))
+    half = results.half(setting, method, CHANGE_ERROR)
+    if change is None or loss is None or half is None or not math.isfinite(change):
+        return ""
+    # The error of a ratio of perplexities is that of the loss times the ratio.
+    return interval_cell(change, 100 * math.exp(loss) * half, noise=False, sign=True, unit="%")
+
+
+def windows_of(results: Results) -> str:
+    """How much text a table is measured on: "32 windows of 2048 tokens"."""
+    count, length = (results.value(WEIGHTS, BASE, one) for one in ("windows", "tokens of a window"))
+    return f"{number(count, 0)} windows of {number(length, 0)} tokens"
 
 
 def conditions(name: str, results: Results) -> str:
     """Text, windows and beginning of a table, and the dense model's perplexity."""
-    value = {
-        metric: results.value(WEIGHTS, BASE, metric)
-        for metric in ("windows", "tokens of a window", "perplexity")
-    }
+    perplexity = results.value(WEIGHTS, BASE, "perplexity")
     bos = results.value(WEIGHTS, BASE, "windows begin with BOS")
     beginning = "each begins with BOS" if bos else "none begins with BOS"
-    return (
-        f"Text {name}: {number(value['windows'], 0)} windows of {number(value['tokens of a window'], 0)} tokens, {beginning}; "
-        f"the dense model's perplexity is {number(value['perplexity'], 2)}."
-    )
-
-
-def with_error(results: Results, setting: str, method: str, metric: str, error: str) -> str:
-    """A value and its standard error, in parentheses where it is noise."""
-    value, spread = results.value(setting, method, metric), results.value(setting, method, error)
-    if value is None or spread is None or method == BASE:
-        return ""
-    text = f"{number(value, 3)} ± {number(spread, 3)}"
-    return f"({text})" if abs(value) <= 2 * spread else text
+    return f"Text {name}: {windows_of(results)}, {beginning}; the dense model's perplexity is {number(perplexity, 2)}."

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ao_lab.config.recipe import INTEGER, named
+from ao_lab.measure.intervals import half_interval, is_noise, rounded
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
 from experiments.report.content import QUICK, Drawing, Section, Table, readable
@@ -73,6 +74,21 @@ class Where:
         ]
 
 
+#: Metrics that say how many windows, or utterances, a table's means are over; texts whose errors are over books, and how many.
+COUNTED = ("windows", "utterances")
+BOOKS = {"books-held-out": 7, "passages-of-held-out-books": 7}
+
+
+def interval_cell(
+    value: float, half: float, *, noise: bool = True, sign: bool = False, unit: str = ""
+) -> str:
+    """A value with half of its interval, to the digits of that; in parentheses where it is a change inside it."""
+    text = (
+        rounded(value, half, sign=sign, unit=unit) if half else f"{rounded(value, None, sign=sign)} ± 0{unit}"
+    )
+    return f"({text})" if noise and is_noise(value, half) else text
+
+
 class Results:
     """The rows of one kind of table of one run. A value that was not measured is None, and stays so."""
 
@@ -92,6 +108,25 @@ class Results:
     def row(self, setting: str, method: str, metric: str) -> Row | None:
         """The row of a value, or None."""
         return self._rows.get((setting, method, metric))
+
+    @property
+    def count(self) -> int | None:
+        """How many windows, utterances or books the means of this text are over; None where it is not known, and many."""
+        data = next((table_parts(row.table)[2] for row in self.rows), "")
+        if data in BOOKS:
+            return BOOKS[data]
+        return next((int(row.value) for row in self.rows if row.metric in COUNTED and row.value > 0), None)
+
+    def half(self, setting: str, method: str, error: str) -> float | None:
+        """Half of the 95% interval of a mean whose standard error is a metric, by Student's t; None where there is none."""
+        return half_interval(self.value(setting, method, error), self.count)
+
+    def with_half(self, setting: str, method: str, metric: str, error: str, *, factor: float = 1.0) -> str:
+        """A value and that half, to its digits, a change that it reaches in parentheses; "" where either was not measured."""
+        value, half = self.value(setting, method, metric), self.half(setting, method, error)
+        if value is None or half is None:
+            return ""
+        return interval_cell(factor * value, factor * half, noise="change" in metric)
 
     def day(self, setting: str, method: str) -> str:
         """The last day at which a method was measured at a setting; empty where that is not known."""

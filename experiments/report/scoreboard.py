@@ -5,6 +5,7 @@ How many of each there are is counted from the same lines, and is the first sent
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,16 +98,28 @@ class Scoreboard:
 
     @property
     def counted(self) -> str:
-        """How many published values, and how many accuracies of them, have a measured one: the first sentence of the report."""
+        """How many published values have a measured one, accuracies first: the first sentence of the report."""
         scores = [one for one in self.values if is_accuracy(one)]
-        return (
+        words = (
             f"{measured_of(self.values)} of {len(self.values)} published values are compared with one measured here (same "
-            "model, method and metric; devices may differ)"
-            + (
-                f"; of the {len(scores)} accuracies among them {measured_of(scores) or 'none'}"
-                if scores
-                else ""
-            )
+            f"model, method and metric; devices may differ){self.largest}"
+        )
+        known = measured_of(scores)
+        if not scores:
+            return words
+        if known:
+            return f"{words}; of the {len(scores)} accuracies among them {known}"
+        return f"No published accuracy is measured here yet (0 of {len(scores)}); {words}"
+
+    @property
+    def largest(self) -> str:
+        """The model that has most of the measured values, where they are more than half."""
+        counts = Counter(model_of(one) for one in self.values if one.measured is not None)
+        name, times = next(iter(counts.most_common(1)), ("", 0))
+        return (
+            f", {times} of them of one model, {name}"
+            if len(counts) > 1 and 2 * times > counts.total()
+            else ""
         )
 
     @property
@@ -114,6 +127,11 @@ class Scoreboard:
         """How many of its values stand in which table, since no table holds them all."""
         words = [f'{len(table.lines)} in the table "{table.caption}"' for table in self.tables]
         return f"Of the {len(self.values)} values {', '.join(words)}."
+
+
+def model_of(one: Comparison) -> str:
+    """The first word of a model's name, by which the tables group."""
+    return one.model.partition(" ")[0]
 
 
 def measured_of(found: Iterable[Comparison]) -> int:
@@ -139,7 +157,7 @@ def measured_tables(found: Sequence[Comparison], sources: Sequence[str]) -> list
     """A table of what has few lines a model, then one of each model that has many."""
     groups: dict[str, list[Comparison]] = {}
     for one in found:
-        groups.setdefault(one.model.partition(" ")[0], []).append(one)
+        groups.setdefault(model_of(one), []).append(one)
     few = [one for group in groups.values() if len(group) <= MANY for one in group]
     many = {name: group for name, group in groups.items() if len(group) > MANY}
     without = f", without {', '.join(many)}" if many else ""

@@ -25,7 +25,7 @@ from experiments.report.real_runs import (
     real_runs,
     title_of,
 )
-from experiments.report.results import Results, Where, best_run, by_run, failures, number
+from experiments.report.results import Results, Where, best_run, by_run, failures, interval_cell, number
 from experiments.report.targets import limit_of
 from experiments.sparsity import pairs
 from experiments.sparsity import subjects as vision
@@ -233,8 +233,8 @@ def mean(values: dict[int, float]) -> float | None:
 TEXT = (
     "Two of every four weights along a layer's inputs are zero, in all linear layers but a head that is tied to the embedding; "
     "they are pruned at once, in the model's order, and not trained afterwards. int4: the weights that stay are rounded to "
-    "int4_g64. Changes are paired by window with the dense model's; after ± stands the standard error, over windows of a text "
-    "of one document and over documents where there are several.",
+    "int4_g64. Changes are paired by window with the dense model's; after ± stands half of the 95% interval, over windows of "
+    "a text of one document and over documents where there are several.",
 )
 
 
@@ -267,11 +267,10 @@ def finding(run: RealRun) -> str:
     text, results = next(iter(run.texts.items()))
     words = []
     for method in dict.fromkeys(row.method for row in results.rows):
-        change, error = (results.value(WEIGHTS, method, one) for one in (CHANGE, CHANGE_ERROR))
-        if method.startswith("2:4") and change is not None and error is not None and math.isfinite(change):
-            words.append(
-                f"{method.removeprefix('2:4, ')} {100 * math.expm1(change):+.0f}% ({change:+.2f} ± {error:.2f} nats)"
-            )
+        change, half = results.value(WEIGHTS, method, CHANGE), results.half(WEIGHTS, method, CHANGE_ERROR)
+        if method.startswith("2:4") and change is not None and half is not None and math.isfinite(change):
+            nats = interval_cell(change, half, noise=False, sign=True)
+            words.append(f"{method.removeprefix('2:4, ')} {100 * math.expm1(change):+.0f}% ({nats} nats)")
     return (
         f"2:4 without training, {run.model}, perplexity over the dense model's on {text}: {', '.join(words)}."
         if words

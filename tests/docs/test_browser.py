@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import pytest
 
@@ -90,3 +91,37 @@ def test_links_of_the_site_lead_to_files(site):
             if not (path.parent / link).exists():
                 gone.append(f"{path.relative_to(site)}: {link}")
     assert gone == []
+
+
+#: What a stranger types, and a page that is one of the first two answers.
+ASKED = {
+    "why is my model not faster": "faq.html",
+    "migration from bitsandbytes": "migration/bitsandbytes.html",
+    "migrate from torchao": "migration/torchao.html",
+    "custom format": "guides/formats.html",
+    "calibration": "guides/calibrate.html",
+    "NVFP4 calibration": "generated/results/calibration.html",
+    "int4 16 tokens H200": "generated/results/linear.html",
+    "history": "generated/results/index.html",
+    "LoRA": "guides/lora.html",
+    "save_pretrained": "generated/api/checkpoints.html",
+    "explain": "generated/api/quantize.html",
+}
+ANSWERS = "#search-results ul.search > li a"
+
+
+@pytest.mark.nightly
+def test_the_search_answers_what_people_ask(site):
+    """By one of its first two results."""
+    missed = {}
+    with launched() as browser:
+        page = browser.new_page()
+        for words, wanted in ASKED.items():
+            page.goto(f"{(site / 'search.html').as_uri()}?q={quote_plus(words)}")
+            page.locator(ANSWERS).first.wait_for()
+            found = [
+                one.get_attribute("href").partition("?")[0].partition("#")[0]
+                for one in page.locator(ANSWERS).all()[:2]
+            ]
+            missed |= {} if wanted in found else {words: found}
+    assert missed == {}

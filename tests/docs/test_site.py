@@ -85,7 +85,7 @@ def test_every_record_is_on_its_page_and_drawn(monkeypatch):
 
 def test_links_to_reports():
     content = ["[a](../../reports/ptq.md) [b](../reports/limits.md#x)"]
-    generate.rewrite(None, "guides/calibrate", content)
+    generate.rewrite(None, "guides/qat", content)
     assert content == ["[a](reports:../reports/ptq.html) [b](reports:../reports/limits.html)"]
     with pytest.raises(ValueError, match=r"reports/none\.md, which is not there"):
         generate.rewrite(None, "faq", ["[a](../reports/none.md)"])
@@ -108,6 +108,19 @@ def test_reports_are_pages_of_the_site_and_are_found():
     assert "](../../../reports/limits.md)" in pages["index.md"]
     assert all(word in pages["linear.md"] for word in ("int4", "16 tokens", "H200"))
     assert "<details" not in pages["linear.md"]
+
+
+def test_copies_of_reports_lead_back_to_the_site_and_search_it():
+    found = generate.with_header("<head></head>\n<body>\n<nav></nav>")
+    assert found.startswith('<head></head>\n<body>\n<header class="site"><a href="../index.html">ao_lab</a>')
+    assert '<form action="../search.html"><input name="q"' in found
+    written = {f"generated/results/{name}" for name in results.pages()} | {"generated/api/index.md"}
+    gone = [
+        name
+        for name in generate.HEADER
+        if f"{name}.md" not in written and not (ROOT / "docs" / f"{name}.md").is_file()
+    ]
+    assert gone == []
 
 
 def test_links_of_reports_that_lead_nowhere_are_found(tmp_path):

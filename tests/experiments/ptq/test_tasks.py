@@ -215,7 +215,7 @@ def test_programs_have_a_table_where_they_were_run():
     (section,) = programs_section([*base, *four, row("int8_rowwise", "size", 1.0)])
     assert section.tables[0].lines == [
         ["bfloat16", "", "9", "33.3", ""],
-        ["mxfp4_rceil", "", "9", "22.2", "(-11.1 ± 11.1)"],
+        ["mxfp4_rceil", "", "9", "22.2", "(-11 ± 22)"],
     ]
     assert programs_section([row("int8_rowwise", "size", 1.0)]) == []
 

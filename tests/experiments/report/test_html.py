@@ -5,12 +5,13 @@ import re
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
-from experiments.report import committed, history, plots
+from experiments.report import committed, history, pages, plots
 from experiments.report.content import (
     Card,
     Comparison,
@@ -117,9 +118,15 @@ def test_the_count_is_of_the_lines():
         [published("time", 1.0, 2.0), published("perplexity", 8.1, None), published("time", 1.0, None)]
     )
     assert board.counted == (
-        "1 of 3 published values are compared with one measured here (same model, method and metric; devices may differ); of "
-        "the 1 accuracies among them none"
+        "No published accuracy is measured here yet (0 of 1); 1 of 3 published values are compared with one measured here "
+        "(same model, method and metric; devices may differ)"
     )
+    many = [
+        replace(published("time", 1.0, 2.0), model=f"{name} {size}")
+        for name, size in zip("aaab", "1234", strict=True)
+    ]
+    assert scoreboard(many).counted.endswith(", 3 of them of one model, a")
+    assert "of one model" not in scoreboard(many[2:]).counted
     assert [len(table.lines) for table in board.tables] == [1, 2]
     many = scoreboard([published("time", 1.0, 1.0)] * 41)
     assert [table.caption for table in many.tables] == ["Published values and ours: m"]
@@ -194,6 +201,27 @@ def test_numbers_of_short_runs_are_marked():
     assert str(Headline("Twice", [quick, full])) == "Twice (short run on CPU, NVIDIA H200, 2026-11-26)."
 
 
+def test_short_runs_stand_behind_full_ones_on_the_first_screen():
+    short, full = (Card(row(f"quality/{scale}/x"), "1", "speed", "bfloat16") for scale in ("quick", "full"))
+    made = [SimpleNamespace(cards=[short, full]), SimpleNamespace(cards=[full] * 5)]
+    assert pages.first_cards(made) == [full] * 6
+    assert pages.first_cards([SimpleNamespace(cards=[short, full])]) == [full, short]
+
+
+def test_the_figure_of_the_first_screen_has_the_values_of_its_bars():
+    bars = {"layer, 1 token": {"ao_lab": 2.702, "torchao": 1.55}}
+    drawn = pages.draw_overview([Card(row(device="NVIDIA H200"), "2.70x", "speed", "bfloat16", bars)])
+    assert all(f">{value}</text>" in pages.svg(drawn.figure) for value in ("2.70", "1.55"))
+    assert "(NVIDIA H200, 2026-11-26)" in drawn.caption
+
+
+@pytest.mark.parametrize("name", [path.name for path in REPORTS.glob("*.html")])
+def test_marks_of_markdown_are_not_shown(name):
+    """Backticks, but in the lists that filters suggest."""
+    text = (REPORTS / name).read_text("utf-8")
+    assert re.findall(r"<(?:td|th|h2|p|li|small|span|figcaption)\b[^>]*>[^<]*`[^`<]+`", text) == []
+
+
 def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     first, second = row(value=1.0), row(value=2.0, date="2026-11-27T10:00:00Z", commit="4567abcd")
     kept = history.in_order([second, first, first, row(value=1.5, date="2026-11-26T09:00:00Z")])
@@ -202,7 +230,8 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert found.line == "3.0,25.0 117.0,3.0"
     assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%, better"]
     assert history.History("", [first]).line == ""
-    assert found.ends == "first 1 (11-26), now 2 (11-27)"
+    assert found.ends == "1 to 2 since 2026-11-26"
+    assert found.direction == "higher is better"
     assert found.moved
     assert not history.History("", [first, replace(second, value=1.00001)]).moved
     flat = history.History("", [row(value=1.366), row(value=1.384)])
