@@ -36,7 +36,7 @@ from ao_lab.cli.options import (
     Skip,
 )
 from ao_lab.cli.plot import app as plot_app
-from ao_lab.cli.plugins import Commands, way_out
+from ao_lab.cli.plugins import Commands, helped, way_out
 from ao_lab.cli.terminal import (
     INTERRUPTED,
     TERMINATED,
@@ -573,15 +573,6 @@ def is_full(error: RuntimeError | MemoryError) -> bool:
     from ao_lab.measure.memory import out_of_memory
 
     return out_of_memory(error)
-
-
-def helped(error: typer.TyperException) -> str:
-    """The command whose help has the options that a wrong command line lacks."""
-    context, names = getattr(error, "ctx", None), list[str]()
-    while context is not None and context.parent is not None:
-        names.insert(0, str(context.info_name))
-        context = context.parent
-    return " ".join(["ao-lab", *names])
 
 
 def described(error: OSError | ImportError) -> tuple[str, int]:

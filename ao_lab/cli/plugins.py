@@ -112,6 +112,15 @@ SYNONYMS = {
 }  # fmt: skip
 
 
+def helped(error: Any) -> str:
+    """The command whose help has the options that a wrong command line lacks."""
+    context, names = getattr(error, "ctx", None), list[str]()
+    while context is not None and context.parent is not None:
+        names.insert(0, str(context.info_name))
+        context = context.parent
+    return " ".join(["ao-lab", *names])
+
+
 def way_out(error: Any) -> str:
     """For an option of a configuration that was given as one of the command, and for another program's name of a command: how
     it is written here; "" for others."""
