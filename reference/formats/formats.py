@@ -212,19 +212,23 @@ NF4_TORCHAO_TABLE = (
 class Format:
     """One element format. Codes are unsigned integers of `bits` bits; everything else is derived.
 
-    Fields, all by name:
+    Fields are given by name. For all kinds:
 
-    * name: letters, digits and _. kind: "float", "int", "codebook" (a table of values) or "scale" (powers of two). bits: of a
-      code, 1 to 16 (float), 14 (int) or 8 (codebook, scale).
-    * float: exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent), and specials:
+    name: letters, digits and _.
+    kind: "float", "int", "codebook" (a table of values) or "scale" (powers of two).
+    bits: of a code, 1 to 16 (float), 14 (int) or 8 (codebook, scale).
+
+    Further fields of each kind:
+
+    * "float" has exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent), and specials:
       "ieee" (infinities and NaN, as in float16), "nan_ones" (a NaN of ones, no infinity), "nan_negative_zero" (a NaN in
       the place of -0) or "none".
-    * int: signed (True: two's complement; False: from 0), fraction_bits (the value is the integer times 2**-fraction_bits),
-      specials: "none", "nan_minimum" (the lowest integer is NaN) or "unused_minimum" (it is never written).
-    * codebook: table, a tuple of 2**bits values that ascend strictly, the code being the place; signed: whether there are
+    * "int" has signed (True: two's complement; False: from 0), fraction_bits (the value is the integer times 2**-fraction_bits),
+      specials, "none", "nan_minimum" (the lowest integer is NaN) or "unused_minimum" (it is never written).
+    * "codebook" has table, a tuple of 2**bits values that ascend strictly, the code being the place; signed: whether there are
       negative ones.
-    * scale: exponent_bits = bits, bias, signed=False, specials="nan_all_ones".
-    * int and codebook: reach, the magnitude that scales map a block's largest element onto where that is beyond the outermost
+    * "scale" has exponent_bits = bits, bias, signed=False, specials="nan_all_ones".
+    * "int" and "codebook" have reach, the magnitude that scales map a block's largest element onto where that is beyond the outermost
       value, as of levels that stand for intervals; 0: the outermost value itself.
 
     Derived: max, min, limit, values (all, float32), smallest_normal, smallest_subnormal, epsilon, emin, emax.
