@@ -220,16 +220,16 @@ class Format:
 
     Further fields of each kind:
 
-    * "float" has exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent), and specials:
-      "ieee" (infinities and NaN, as in float16), "nan_ones" (a NaN of ones, no infinity), "nan_negative_zero" (a NaN in
-      the place of -0) or "none".
-    * "int" has signed (True: two's complement; False: from 0), fraction_bits (the value is the integer times 2**-fraction_bits),
-      specials, "none", "nan_minimum" (the lowest integer is NaN) or "unused_minimum" (it is never written).
+    * "float" has exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent), and
+      specials: "ieee" (infinities and NaN, as in float16), "nan_ones" (a NaN of ones, no infinity),
+      "nan_negative_zero" (a NaN in the place of -0) or "none".
+    * "int" has signed (True: two's complement; False: from 0), fraction_bits (the value is the integer times
+      2**-fraction_bits), specials, "none", "nan_minimum" (the lowest integer is NaN) or "unused_minimum" (it is never written).
     * "codebook" has table, a tuple of 2**bits values that ascend strictly, the code being the place; signed: whether there are
       negative ones.
     * "scale" has exponent_bits = bits, bias, signed=False, specials="nan_all_ones".
-    * "int" and "codebook" have reach, the magnitude that scales map a block's largest element onto where that is beyond the outermost
-      value, as of levels that stand for intervals; 0: the outermost value itself.
+    * "int" and "codebook" have reach, the magnitude that scales map a block's largest element onto where that is beyond
+      the outermost value, as of levels that stand for intervals; 0: the outermost value itself.
 
     Derived: max, min, limit, values (all, float32), smallest_normal, smallest_subnormal, epsilon, emin, emax.
 
