@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
+import statistics
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -26,11 +28,24 @@ from experiments.harness.rows import Row, read  # noqa: E402
 #: Marks of each table, by the name of its function.
 MARK = "<!-- {0}: python docs/choose.py -->\n", "<!-- end of {0} -->\n"
 #: Tables of each page.
-PAGES = {"docs/choose.md": ("configurations", "calibration", "generation"), "README.md": ("summary",)}
+PAGES = {
+    "docs/choose.md": ("four_bits", "configurations", "calibration", "generation"),
+    "docs/limits.md": ("four_bits_by_layer",),
+    "README.md": ("summary", "limits"),
+}
 #: A weight of Llama-3.1-8B.
 WEIGHT = (14336, 4096)
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 TOKENS = (1, 16, 1024)
+#: Layers that are measured with 4-bit weights, those weights by what one calls them, and the numbers of tokens told.
+LAYERS = ((1024, 4096), (4096, 4096), (4096, 14336), WEIGHT)
+OF_FOUR_BITS = {
+    "INT4": ("int4 g128", "int4 g128, zero points", "int4 g32"),
+    "NF4": ("nf4",),
+    "NVFP4": ("nvfp4",),
+    "MXFP4": ("mxfp4",),
+}
+MANY_TOKENS = (16, 64, 128, 256, 512, 1024, 8192)
 MODEL, TEXT = "SmolLM2-135M-Instruct", "wikitext-2-v1-test"
 #: Models of the columns of perplexity, by what one calls them; one without results has no column.
 MODELS = {
@@ -336,9 +351,72 @@ def speeds(entry: Entry, device: str) -> str:
 def speed(entry: Entry, device: str, tokens: int) -> str:
     """Speed of one layer over bfloat16, by CUDA graphs."""
     kind = "activations" if recipe(entry).activation else "weights"
-    table = f"{kind}/full/{WEIGHT[0]}x{WEIGHT[1]}"
+    return times(layer_speed(kind, WEIGHT, entry.linear, device, tokens))
+
+
+def layer_speed(kind: str, shape: tuple[int, int], method: str, device: str, tokens: int) -> float | None:
+    """Speed of a layer of a shape over bfloat16 by CUDA graphs; None where it was not measured."""
+    table = f"{kind}/full/{shape[0]}x{shape[1]}"
     setting = f"{tokens} row{'s' * (tokens > 1)}, CUDA graph"
-    return times(value("linear", table, setting, entry.linear, "speed over bfloat16", device))
+    return value("linear", table, setting, method, "speed over bfloat16", device)
+
+
+def four_bits() -> str:
+    """A paragraph on how fast a layer with 4-bit weights is by the number of tokens, over all kinds and layers measured."""
+    words = f"{four_bits_words()} Layer by layer: [limits](limits.md#speed-of-4-bit-weights)."
+    return f"{textwrap.fill(words, 128, break_on_hyphens=False)}\n"
+
+
+def limits() -> str:
+    """The same as a line of README.md's list."""
+    return f"{textwrap.fill(f'- {four_bits_words()}', 126, subsequent_indent='  ', break_on_hyphens=False)}\n"
+
+
+def four_bits_words() -> str:
+    """Up to how many tokens the median layer is faster than bfloat16, the range there, and the range with more."""
+    medians = {tokens: statistics.median(four_bit_speeds(tokens)) for tokens in MANY_TOKENS}
+    last = max(tokens for tokens, middle in medians.items() if middle > 1)
+    more = [tokens for tokens in MANY_TOKENS if tokens > last]
+    few = [f"{span(four_bit_speeds(tokens))} at {tokens}" for tokens in MANY_TOKENS if tokens <= last]
+    many = list(itertools.chain.from_iterable(map(four_bit_speeds, more)))
+    slowest = min(LAYERS, key=lambda shape: min(min(four_bit_speeds(tokens, [shape])) for tokens in more))
+    least = f"least in {slowest[0]} x {slowest[1]} (H200)"
+    return (
+        f"With 4-bit weights ({', '.join(OF_FOUR_BITS)}) most layers measured are faster than in bfloat16 up to {last} "
+        f"tokens ({', '.join(few)}) and slower from {more[0]} on: {span(many)}, {least}."
+    )
+
+
+def four_bits_by_layer() -> str:
+    """Slowest and fastest of the 4-bit weights at each number of tokens, by layer."""
+    lines = [
+        [str(tokens), *(span(four_bit_speeds(tokens, [shape])) for shape in LAYERS)] for tokens in MANY_TOKENS
+    ]
+    names = [f"{rows} x {columns}" for rows, columns in LAYERS]
+    told = textwrap.fill(
+        f"Speed of one layer over bfloat16 on an H200, the slowest to the fastest of {', '.join(OF_FOUR_BITS)}:",
+        128,
+    )
+    return f"{told}\n\n{markdown(['tokens', *names], lines)}"
+
+
+def four_bit_speeds(tokens: int, shapes: Sequence[tuple[int, int]] = LAYERS) -> list[float]:
+    """Speeds over bfloat16 of all 4-bit weights at some shapes; ValueError where one was not measured."""
+    found = []
+    for shape in shapes:
+        for method in itertools.chain(*OF_FOUR_BITS.values()):
+            one = layer_speed("weights", shape, method, GPUS["H200"], tokens)
+            if one is None:
+                raise ValueError(
+                    f"{method} at {tokens} tokens of {shape} has no speed on {GPUS['H200']}; measure it, or leave it out"
+                )
+            found.append(one)
+    return found
+
+
+def span(found: Sequence[float]) -> str:
+    """The least to the largest."""
+    return f"{min(found):.2f}x to {max(found):.2f}x"
 
 
 def recipe(entry: Entry) -> Any:

@@ -10,28 +10,31 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from experiments.fp8_training import blocks, convergence, convergence_page, linear
+from experiments.fp8_training import blocks, convergence_page, linear
 from experiments.fp8_training.blocks import LLAMA_3_2_3B_FOUR_LAYERS
-from experiments.fp8_training.convergence import BEYOND, GAPS, Gap
+from experiments.fp8_training.convergence_findings import (
+    converged,
+    loss_headlines,
+    of_trainings,
+    speeds_found,
+)
 from experiments.fp8_training.convergence_page import (
     SPEED_RATIO,
     of_blocks,
     of_fsdp,
     of_linear,
     ours,
-    rate_of,
     target_table,
     verdict,
 )
 from experiments.fp8_training.convergence_page import targets_by_run as targets_by_run
-from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
+from experiments.fp8_training.methods import MARGIN
 from experiments.fp8_training.real_page import real_sections
 from experiments.harness.bench import IDLE, SETTLE, SINGLE
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import REAL
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
-from experiments.pretraining.run import BITS
 from experiments.report.accuracies import how
 from experiments.report.content import (
     PEER,
@@ -371,171 +374,6 @@ def grid_figure(values: dict[str, float | None], label: str) -> Figure:
     return heatmap([f"M={m} K={k}" for m, k in pairs], [f"N={n}" for n in linear.SIZES], lines, label)
 
 
-# Findings about trainings as sentences: gaps, the learning rate, the larger model, faults.
-
-#: Recipes of the first page.
-QUOTED = ("rowwise", "mxfp8", "mxfp4", "nvfp4")
-
-
-def of_trainings(rows: Sequence[Row]) -> list[str]:
-    """Of the largest run of each kind, in the order of the sections."""
-    kinds = {GAPS: gaps_found, SWEEP: rates_found, LONG: larger_found, convergence.KIND: faults_found}
-    found: list[str] = []
-    for kind, function in kinds.items():
-        best = best_run(by_run(rows, kind))
-        if best is not None:
-            found += function(*best)
-            if kind == GAPS:
-                found += base_found(rows, *best)
-    return found
-
-
-def found_headlines(rows: Sequence[Row]) -> list[Headline]:
-    """Gaps of some recipes on held-out text, of the largest run."""
-    run = best_run(by_run(rows, GAPS))
-    metric = held_out(convergence_page.totals(run[1])) if run else None
-    if run is None or metric is None or run[0].scale == "quick":
-        return []
-    gaps, words, used = run[1], [], list[Row]()
-    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
-        one, row = (
-            convergence_page.gap_of(gaps, setting, method, metric),
-            gaps.row(setting, method, f"gap, {metric}"),
-        )
-        if method in QUOTED and one is not None and row is not None:
-            words.append(f"{method} {one.mean:+.2f} ± {one.half:.2f}% ({one.verdict(MARGIN)})")
-            used.append(row)
-    text = (
-        f"Loss on held-out books over bfloat16's, over paired trainings of a small Llama: {', '.join(words)}"
-    )
-    return [Headline(text, used)] if words else []
-
-
-def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:
-    """How far bfloat16 is from itself on another device: what one base can say at the margin."""
-    main = held_out([one for one in convergence_page.totals(gaps) if "/" not in one])
-    known = convergence_page.baseline_gap(rows, where, main) if main else None
-    if known is None:
-        return []
-    device, one = known
-    return [
-        f"bfloat16 against itself, the same seeds and text on {device}: {one.mean:+.2f} ± {one.half:.2f}%. Gaps nearer to the "
-        f"margin of {MARGIN}% than that would be judged otherwise with the other base."
-    ]
-
-
-def held_out(metrics: Sequence[str]) -> str | None:
-    """The metric of all text that was held out; None where there is none."""
-    return next((one for one in metrics if one.startswith(f"{BITS}, held") and "/" not in one), None)
-
-
-def gaps_found(where: Where, gaps: Results) -> list[str]:
-    """The gap of each recipe on held-out text; then the texts of other kinds where one is beyond the margin."""
-    metrics = [one for one in convergence_page.totals(gaps) if "/" not in one]
-    main = held_out(metrics)
-    if main is None:
-        return []
-    sentences = [f"Gap to bfloat16 on {name_of(main)} text, {where}: {listed(gaps, main, where)}."]
-    for metric in metrics:
-        if metric != main and metric.startswith(BITS):
-            words = listed(gaps, metric, where, beyond=True)
-            sentences += [f"Beyond the margin on {name_of(metric)}, {where}: {words}."] if words else []
-    return sentences
-
-
-def listed(gaps: Results, metric: str, where: Where, beyond: bool = False) -> str:
-    """Every recipe with its gap, or those beyond the margin alone; seeds where some are missing."""
-    words, planned = [], PLANS[where.scale].seeds
-    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
-        one = convergence_page.gap_of(gaps, setting, method, metric)
-        if one is not None and (not beyond or one.verdict(MARGIN) == BEYOND):
-            words.append(f"{method} {shown(one, planned, verdict=not beyond)}")
-    return "; ".join(words)
-
-
-def shown(one: Gap, planned: int, verdict: bool) -> str:
-    """A gap as words."""
-    notes = [one.verdict(MARGIN)] if verdict else []
-    notes += [f"{one.seeds} of {planned} seeds"] if one.seeds < planned else []
-    ending = f" ({', '.join(notes)})" if notes else ""
-    return f"{one.mean:+.2f} ± {one.half:.2f}%{ending}"
-
-
-def rates_found(where: Where, results: Results) -> list[str]:
-    """The best learning rate of each size."""
-    metric, words = held_out(results.metrics), []
-    for setting in results.settings if metric else []:
-        bits = {row.method: row.value for row in results.with_setting(setting).rows if row.metric == metric}
-        best = min(bits, key=lambda method: bits[method])
-        others = "; ".join(f"{rate_of(method)}: {bits[method]:.3f}" for method in sorted(bits, key=rate_of))
-        words.append(f"{setting}: {rate_of(best):g} ({others})")
-    return [f"Best learning rate by held-out bits per byte, {where}: {'. '.join(words)}."] if words else []
-
-
-def larger_found(where: Where, results: Results) -> list[str]:
-    """Each recipe beside bfloat16: one pair each, so without an interval."""
-    sentences = []
-    for setting in results.settings:
-        mine = results.with_setting(setting)
-        base = next((name for name in BASE_NAMES.values() if name in mine.methods), None)
-        methods = sorted(mine.methods, key=lambda name: name != base)
-        words = [larger_words(mine, setting, method, base) for method in methods]
-        sentences.append(f"One training each of {setting}, {where}: {'; '.join(words)}.")
-    return sentences
-
-
-def larger_words(results: Results, setting: str, method: str, base: str | None) -> str:
-    """Bits, their distance from the base, speed."""
-    metric = held_out(results.metrics)
-    bits = results.value(setting, method, metric) if metric else None
-    words = [method] if bits is None else [f"{method} {bits:.4f} bits per byte held out"]
-    known = results.value(setting, base, metric) if base and base != method and metric else None
-    if bits is not None and known:
-        words.append(f"{100 * (bits / known - 1):+.2f}%{elsewhere(results, setting, method, base)}")
-    speed, share = (
-        results.value(setting, method, one) for one in ("tokens a second", "share of the bfloat16 peak")
-    )
-    words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
-    words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
-    return ", ".join(words)
-
-
-def elsewhere(results: Results, setting: str, method: str, base: str | None) -> str:
-    """The distance from the base on texts of other kinds."""
-    main = held_out(results.metrics)
-    metrics = [
-        one for one in results.metrics if one.startswith(f"{BITS}, ") and "/" not in one and one != main
-    ]
-    pairs = [
-        (name_of(one), results.value(setting, method, one), results.value(setting, base, one))
-        for one in metrics
-        if base
-    ]
-    words = [f"{100 * (mine / known - 1):+.1f}% on {name}" for name, mine, known in pairs if mine and known]
-    return f" ({', '.join(words)})" if words else ""
-
-
-def faults_found(where: Where, results: Results) -> list[str]:
-    """What each fault adds to the held-out loss, beside what quantization itself does."""
-    metric, setting = held_out(results.metrics), results.settings[-1]
-    healthy = results.value(setting, convergence.HEALTHY, metric) if metric else None
-    if metric is None or not healthy:
-        return []
-    words = [
-        f"{name} {100 * (value / healthy - 1):+.2f}%"
-        for name in dict.fromkeys(row.method for row in results.rows)
-        if name != convergence.HEALTHY and (value := results.value(setting, name, metric)) is not None
-    ]
-    return (
-        [f"Held-out loss over that without an injected error, {where}: {'; '.join(words)}."] if words else []
-    )
-
-
-def name_of(metric: str) -> str:
-    """The text of a metric of bits per byte."""
-    return metric.removeprefix(f"{BITS}, ")
-
-
 TITLE = "Low-precision training: speed and convergence"
 QUESTION = "Is training in 8, 6 and 4 bits faster than in bfloat16, and does it converge as well?"
 ABOUT = (
@@ -550,19 +388,20 @@ FEATURED = ("fp8-gaps-full", "fp8-gaps-full-prose", "fp8-gaps-quick")
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """Trainings of the largest runs, and how many targets are reached."""
-    return [*of_trainings(rows), *convergence_page.finding(rows)]
+    """Losses on every text in short, trainings of the largest runs, and how many targets are reached."""
+    first = [f"{one.text}." for one in loss_headlines(rows)]
+    return [*first, *of_trainings(rows), *convergence_page.finding(rows)]
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
     """Speed of two blocks, and gaps of paired trainings."""
-    return [*speed_headlines(rows), *found_headlines(rows)]
+    return [*speed_headlines(rows), *loss_headlines(rows)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """How fast blocks train; how many targets there are stands in a column of its own."""
-    words = speed_headlines(rows)
-    return words[0].text if words else ""
+    """How fast blocks and whole models train, and whether their loss is that of bfloat16, on each text."""
+    words = [one.text for one in speed_headlines(rows)]
+    return ". ".join([*words, *speeds_found(rows), *converged(rows)])
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

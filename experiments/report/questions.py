@@ -319,29 +319,31 @@ def training_claims(rows: Sequence[Row]) -> Iterator[Claim]:
     for where, results in full(rows, "gaps").items() or [(None, Results([]))]:
         for setting in results.settings or [""]:
             of = f"proxy model, {setting}, {readable(where.data)}" if where else "a proxy model"
-            gaps = [
-                with_half(results, setting, recipe, f"gap, {HELD_OUT}", f"gap, {HELD_OUT}, 95% interval")
-                for recipe in ("mxfp8", "rowwise")
-            ]
-            for name, found in zip(("MXFP8", "rowwise FP8"), gaps, strict=True):
-                yield Claim(
-                    f"Training in {name} ends within {margin:g}% of bfloat16's loss",
-                    of,
-                    found,
-                    margin,
-                    "%",
-                    command,
-                    2,
-                )
-            yield Claim(
-                "Training in MXFP8 ends at less loss than in rowwise FP8",
-                of,
-                difference(*gaps),
-                0.0,
-                "%",
-                command,
-                2,
-            )
+            for text in GAP_TEXTS:
+                yield from gap_claims(results, setting, of, text, margin, command)
+
+
+#: Texts of gaps, by metric: of the kind that is trained on, and of another.
+GAP_TEXTS = {
+    HELD_OUT: "held-out books",
+    "bits per byte, wikitext2-test": "wikitext2-test, unlike the training text",
+}
+
+
+def gap_claims(
+    results: Results, setting: str, of: str, text: str, margin: float, command: str
+) -> Iterator[Claim]:
+    """Those of one text."""
+    on = f"on {GAP_TEXTS[text]}"
+    gaps = {
+        name: with_half(results, setting, recipe, f"gap, {text}", f"gap, {text}, 95% interval")
+        for name, recipe in {"MXFP8": "mxfp8", "rowwise FP8": "rowwise"}.items()
+    }
+    for name, found in gaps.items():
+        statement = f"Training in {name} ends within {margin:g}% of bfloat16's loss {on}"
+        yield Claim(statement, of, found, margin, "%", command, 2)
+    statement = f"Training in MXFP8 ends at less loss than in rowwise FP8 {on}"
+    yield Claim(statement, of, difference(*gaps.values()), 0.0, "%", command, 2)
 
 
 # 2:4 on language models.

@@ -172,11 +172,45 @@ def test_bfloat16_on_another_device_says_what_one_base_can_say():
         for seed, value in enumerate(values)
     ]
     _, sentence = page.of_trainings(rows)
-    assert sentence.startswith("bfloat16 against itself, the same seeds and text on another: +1.00 ± 0.00%.")
+    assert (
+        "the same seeds and text on another differs from bfloat16 here by +1.00 ± 0.00% on held-out books:"
+        in sentence
+    )
     # One seed alone has no interval; another text is another training.
     assert len(page.of_trainings([one for one in rows if one.device == "a GPU" or one.seed == 0])) == 1
     others = [replace(one, table="paired/full/e") if one.device == "another" else one for one in rows]
     assert len(page.of_trainings(others)) == 1
+
+
+def test_losses_are_told_of_each_text_and_of_single_trainings():
+    """The first sentence has the text that is unlike the training text, and trainings of one seed; and how far bfloat16 on two
+    GPUs lies apart on each."""
+    text = "bits per byte, wikitext2-test"
+    rows = [
+        *gap_rows("mxfp8", HELD, 0.1, 0.2, 5),
+        *gap_rows("mxfp8", text, 3.0, 4.0, 5),
+        *gap_rows("mxfp6", text, 6, 1, 5),
+    ]
+    losses = {"bfloat16": (2.0, 3.0), "mxfp8": (2.02, 3.6)}
+    rows += [
+        row("long", "120m", name, metric, value)
+        for name, pair in losses.items()
+        for metric, value in zip((HELD, text), pair, strict=True)
+    ]
+    first = page.findings(rows)[0]
+    assert "on held-out books mxfp8 +0.10 ± 0.20% (within the margin);" in first
+    assert (
+        "on wikitext2-test, unlike the training text, mxfp8 +3.00 ± 4.00% (undecided), mxfp6 +6.00 ± 1.00% (beyond"
+        in first
+    )
+    assert first.endswith(
+        "one training each of 120m: on held-out books mxfp8 +1.0%, on wikitext2-test mxfp8 +20.0%."
+    )
+    again = [
+        replace(one, device="another", value=1.1 * one.value) for one in rows if one.method == "bfloat16"
+    ]
+    (sentence,) = (one for one in page.findings([*rows, *again]) if "one seed" in one)
+    assert "differs by 10.00% on held-out books and 10.00% on wikitext2-test." in sentence
 
 
 def test_the_best_rate_of_each_size_is_by_held_out_text():

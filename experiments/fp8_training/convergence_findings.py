@@ -1,0 +1,321 @@
+"""What trainings found, as sentences: gaps to bfloat16 on each text, single trainings, the learning rate, faults.
+
+A gap is told with its text. Held-out books are of the kind that models are trained on; wikitext2 is not, and there even two
+trainings in bfloat16 lie far apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from experiments.fp8_training import convergence, convergence_page
+from experiments.fp8_training.convergence import BEYOND, GAPS, UNDECIDED, WITHIN, Gap
+from experiments.fp8_training.convergence_page import rate_of
+from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
+from experiments.harness.rows import Row
+from experiments.pretraining.run import BITS
+from experiments.report.content import QUICK, Headline
+from experiments.report.results import Results, Where, best_run, by_run
+
+#: The text that is unlike the training text, and the metric of speed.
+OTHER_TEXT, RATE = "wikitext2-test", "tokens a second"
+#: Recipes of the first page.
+QUOTED = ("rowwise", "mxfp8", "mxfp4", "nvfp4")
+
+
+def of_trainings(rows: Sequence[Row]) -> list[str]:
+    """Of the largest run of each kind, in the order of the sections."""
+    kinds = {GAPS: gaps_found, SWEEP: rates_found, LONG: larger_found, convergence.KIND: faults_found}
+    found: list[str] = []
+    for kind, function in kinds.items():
+        best = best_run(by_run(rows, kind))
+        if best is not None:
+            found += function(*best)
+            if kind == GAPS:
+                found += [*base_found(rows, *best), *single_found(rows)]
+    return found
+
+
+def paired(rows: Sequence[Row]) -> tuple[Where, Results] | None:
+    """The largest run of gaps; None where there are short ones alone."""
+    run = best_run(by_run(rows, GAPS))
+    return None if run is None or run[0].scale == QUICK else run
+
+
+def loss_headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Gaps of some recipes on held-out text and on the text of another kind, and those of the largest single trainings."""
+    run = paired(rows)
+    texts = texts_of(run[1]) if run else []
+    if run is None or not texts:
+        return []
+    words = [f"on {name_of(texts[0])} {quoted(run[1], texts[0])}"]
+    words += [f"on {name_of(one)}, unlike the training text, {quoted(run[1], one)}" for one in texts[1:]]
+    singles = [one for one in pairs_of(rows) if one[0].device == run[0].device]
+    words += [largest_single(singles)] if singles else []
+    used = [
+        row for one in texts for row in run[1].rows if row.metric == f"gap, {one}" and row.method in QUOTED
+    ]
+    return [Headline(f"Loss over bfloat16's, paired trainings of a small Llama: {'; '.join(words)}", used)]
+
+
+def quoted(gaps: Results, metric: str) -> str:
+    """Some recipes' gaps on a text with their verdicts, and those of others that are beyond the margin."""
+    found = [
+        f"{method} {shown(one, one.seeds, verdict=True)}"
+        for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows)
+        if (one := convergence_page.gap_of(gaps, setting, method, metric)) is not None
+        and (method in QUOTED or one.verdict(MARGIN) == BEYOND)
+    ]
+    return ", ".join(found)
+
+
+def texts_of(gaps: Results) -> list[str]:
+    """The metric of held-out text, then that of a text of another kind; none where nothing was held out."""
+    totals = [one for one in convergence_page.totals(gaps) if "/" not in one and one.startswith(BITS)]
+    main = held_out(totals)
+    return [] if main is None else [main, *(one for one in totals if one.endswith(OTHER_TEXT))]
+
+
+#: A training of one seed beside bfloat16's: its run, setting and recipe, and the percent of its loss over that, by text.
+Single = tuple[Where, str, str, dict[str, float]]
+
+
+def pairs_of(rows: Sequence[Row]) -> list[Single]:
+    """All such trainings of full runs of the larger model, in the order of the runs."""
+    found: list[Single] = []
+    for where, results in by_run(rows, LONG).items():
+        for setting in results.settings if where.scale != QUICK else []:
+            mine = results.with_setting(setting)
+            base = next((name for name in BASE_NAMES.values() if name in mine.methods), "")
+            metrics = texts_in(mine)
+            for method in (one for one in mine.methods if one != base):
+                values = {
+                    one: (mine.value(setting, method, one), mine.value(setting, base, one)) for one in metrics
+                }
+                gaps = {one: 100 * (own / known - 1) for one, (own, known) in values.items() if own and known}
+                found += [(where, setting, method, gaps)] if gaps else []
+    return found
+
+
+def texts_in(results: Results) -> list[str]:
+    """As `texts_of`, of trainings: the metrics that both have."""
+    main = held_out(results.metrics)
+    return [one for one in results.metrics if one == main or one == f"{BITS}, {OTHER_TEXT}"]
+
+
+def largest_single(singles: Sequence[Single]) -> str:
+    """The single trainings of the last setting, which is the longest, on each text."""
+    _, last, *_ = singles[-1]
+    mine = [one for one in singles if one[1] == last]
+    texts = dict.fromkeys(text for *_, gaps in mine for text in gaps)
+    words = [
+        f"on {name_of(text)} {', '.join(f'{method} {gaps[text]:+.1f}%' for _, _, method, gaps in mine if text in gaps)}"
+        for text in texts
+    ]
+    return f"one training each of {last}: {', '.join(words)}"
+
+
+def single_found(rows: Sequence[Row]) -> list[str]:
+    """Every single training on a text of another kind beside its books, and what is known of the difference."""
+    words = [
+        f"{method}, {setting}, {where.device} {' and '.join(f'{gap:+.2f}% on {name_of(text)}' for text, gap in gaps.items())}"
+        for where, setting, method, gaps in pairs_of(rows)
+        if len(gaps) > 1
+    ]
+    if not words:
+        return []
+    apart = [f"; {text}" for text in bases_apart(rows)]
+    return [
+        f"Loss over bfloat16's of one training each, one seed: {'; '.join(words)}. Why gaps on {OTHER_TEXT} are so much larger "
+        f"is not known: it is unlike the text of the training, and there is one seed{''.join(apart)}."
+    ]
+
+
+def bases_apart(rows: Sequence[Row]) -> Iterator[str]:
+    """How far bfloat16 of the same seed and steps on two GPUs lies apart, on each text; nothing where one GPU trained it."""
+    runs = {where: found for where, found in by_run(rows, LONG).items() if where.scale != QUICK}
+    settings = dict.fromkeys(setting for found in runs.values() for setting in found.settings)
+    for setting in settings:
+        bases = {
+            where.device: found.with_setting(setting).of_method(name)
+            for where, found in runs.items()
+            for name in BASE_NAMES.values()
+            if name in found.with_setting(setting).methods
+        }
+        if len(bases) > 1:
+            yield apart_words(setting, bases)
+
+
+def apart_words(setting: str, bases: dict[str, Results]) -> str:
+    """The largest over the smallest loss, on each text."""
+    first = next(iter(bases.values()))
+    words = []
+    for text in texts_in(first):
+        losses = [
+            value
+            for one in bases.values()
+            for name in one.methods
+            if (value := one.value(setting, name, text))
+        ]
+        words.append(f"{100 * (max(losses) / min(losses) - 1):.2f}% on {name_of(text)}")
+    return f"bfloat16 itself, {setting}, the same seed on {' and '.join(bases)}, differs by {' and '.join(words)}"
+
+
+def speeds_found(rows: Sequence[Row]) -> list[str]:
+    """Tokens a second of whole trainings over bfloat16's, on the last device."""
+    run = best_run({where: one for where, one in by_run(rows, LONG).items() if where.scale != QUICK})
+    words: dict[str, list[str]] = {}
+    for setting in run[1].settings if run else []:
+        rates = (
+            {row.method: row.value for row in run[1].with_setting(setting).rows if row.metric == RATE}
+            if run
+            else {}
+        )
+        base = next((rates[name] for name in BASE_NAMES.values() if name in rates), None)
+        for method in sorted(rates) if base else []:
+            if base and method not in BASE_NAMES.values():
+                words.setdefault(method, []).append(f"{rates[method] / base:.2f} ({setting})")
+    said = "; ".join(f"{method} {' and '.join(found)}" for method, found in words.items())
+    return [f"Whole trainings, tokens a second over bfloat16's: {said}"] if said else []
+
+
+def converged(rows: Sequence[Row]) -> list[str]:
+    """Which recipes are within the margin of bfloat16's loss, undecided and beyond it, on each text."""
+    run, sentences = paired(rows), []
+    for metric in texts_of(run[1]) if run else []:
+        verdicts: dict[str, list[str]] = {WITHIN: [], UNDECIDED: [], BEYOND: []}
+        for setting, method in dict.fromkeys((row.setting, row.method) for row in run[1].rows) if run else []:
+            one = convergence_page.gap_of(run[1], setting, method, metric) if run else None
+            if one is not None:
+                verdicts[one.verdict(MARGIN)].append(method)
+        words = [f"{name}: {', '.join(found)}" for name, found in verdicts.items() if found]
+        sentences.append(f"Loss on {name_of(metric)}, margin {MARGIN}%: {'; '.join(words)}")
+    return sentences
+
+
+def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:
+    """How far bfloat16 is from itself on another device: what one base can say at the margin."""
+    known = {one: convergence_page.baseline_gap(rows, where, one) for one in texts_of(gaps)}
+    found = {metric: one for metric, one in known.items() if one is not None}
+    if not found:
+        return []
+    words = [f"{one.mean:+.2f} ± {one.half:.2f}% on {name_of(metric)}" for metric, (_, one) in found.items()]
+    device = next(iter(found.values()))[0]
+    return [
+        f"bfloat16 trained again with the same seeds and text on {device} differs from bfloat16 here by {' and '.join(words)}: "
+        f"a recipe closer to the margin of {MARGIN}% than that could be on its other side beside that bfloat16."
+    ]
+
+
+def held_out(metrics: Sequence[str]) -> str | None:
+    """The metric of all text that was held out; None where there is none."""
+    return next((one for one in metrics if one.startswith(f"{BITS}, held") and "/" not in one), None)
+
+
+def gaps_found(where: Where, gaps: Results) -> list[str]:
+    """The gap of each recipe on held-out text and on one of another kind; then further texts where one is beyond the margin."""
+    metrics, told = [one for one in convergence_page.totals(gaps) if "/" not in one], texts_of(gaps)
+    sentences = [f"Gap to bfloat16 on {name_of(one)}, {where}: {listed(gaps, one, where)}." for one in told]
+    for metric in metrics:
+        if told and metric not in told and metric.startswith(BITS):
+            words = listed(gaps, metric, where, beyond=True)
+            sentences += [f"Beyond the margin on {name_of(metric)}, {where}: {words}."] if words else []
+    return sentences
+
+
+def listed(gaps: Results, metric: str, where: Where, beyond: bool = False) -> str:
+    """Every recipe with its gap, or those beyond the margin alone; seeds where some are missing."""
+    words, planned = [], PLANS[where.scale].seeds
+    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
+        one = convergence_page.gap_of(gaps, setting, method, metric)
+        if one is not None and (not beyond or one.verdict(MARGIN) == BEYOND):
+            words.append(f"{method} {shown(one, planned, verdict=not beyond)}")
+    return "; ".join(words)
+
+
+def shown(one: Gap, planned: int, verdict: bool) -> str:
+    """A gap as words."""
+    notes = [one.verdict(MARGIN)] if verdict else []
+    notes += [f"{one.seeds} of {planned} seeds"] if one.seeds < planned else []
+    ending = f" ({', '.join(notes)})" if notes else ""
+    return f"{one.mean:+.2f} ± {one.half:.2f}%{ending}"
+
+
+def rates_found(where: Where, results: Results) -> list[str]:
+    """The best learning rate of each size."""
+    metric, words = held_out(results.metrics), []
+    for setting in results.settings if metric else []:
+        bits = {row.method: row.value for row in results.with_setting(setting).rows if row.metric == metric}
+        best = min(bits, key=lambda method: bits[method])
+        others = "; ".join(f"{rate_of(method)}: {bits[method]:.3f}" for method in sorted(bits, key=rate_of))
+        words.append(f"{setting}: {rate_of(best):g} ({others})")
+    return [f"Best learning rate by held-out bits per byte, {where}: {'. '.join(words)}."] if words else []
+
+
+def larger_found(where: Where, results: Results) -> list[str]:
+    """Each recipe beside bfloat16: one pair each, so without an interval."""
+    sentences = []
+    for setting in results.settings:
+        mine = results.with_setting(setting)
+        base = next((name for name in BASE_NAMES.values() if name in mine.methods), None)
+        methods = sorted(mine.methods, key=lambda name: name != base)
+        words = [larger_words(mine, setting, method, base) for method in methods]
+        sentences.append(f"One training each of {setting}, {where}: {'; '.join(words)}.")
+    return sentences
+
+
+def larger_words(results: Results, setting: str, method: str, base: str | None) -> str:
+    """Bits, their distance from the base, speed."""
+    metric = held_out(results.metrics)
+    bits = results.value(setting, method, metric) if metric else None
+    words = [method] if bits is None else [f"{method} {bits:.4f} bits per byte held out"]
+    known = results.value(setting, base, metric) if base and base != method and metric else None
+    if bits is not None and known:
+        words.append(f"{100 * (bits / known - 1):+.2f}%{elsewhere(results, setting, method, base)}")
+    speed, share = (
+        results.value(setting, method, one) for one in ("tokens a second", "share of the bfloat16 peak")
+    )
+    words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
+    words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
+    return ", ".join(words)
+
+
+def elsewhere(results: Results, setting: str, method: str, base: str | None) -> str:
+    """The distance from the base on texts of other kinds."""
+    main = held_out(results.metrics)
+    metrics = [
+        one for one in results.metrics if one.startswith(f"{BITS}, ") and "/" not in one and one != main
+    ]
+    pairs = [
+        (name_of(one), results.value(setting, method, one), results.value(setting, base, one))
+        for one in metrics
+        if base
+    ]
+    words = [f"{100 * (mine / known - 1):+.1f}% on {name}" for name, mine, known in pairs if mine and known]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def faults_found(where: Where, results: Results) -> list[str]:
+    """What each fault adds to the held-out loss, beside what quantization itself does."""
+    metric, setting = held_out(results.metrics), results.settings[-1]
+    healthy = results.value(setting, convergence.HEALTHY, metric) if metric else None
+    if metric is None or not healthy:
+        return []
+    words = [
+        f"{name} {100 * (value / healthy - 1):+.2f}%"
+        for name in dict.fromkeys(row.method for row in results.rows)
+        if name != convergence.HEALTHY and (value := results.value(setting, name, metric)) is not None
+    ]
+    return (
+        [f"Held-out loss over that without an injected error, {where}: {'; '.join(words)}."] if words else []
+    )
+
+
+#: What held-out texts are, by the names of metrics.
+CALLED = {"heldout": "held-out books", "held out": "held-out text"}
+
+
+def name_of(metric: str) -> str:
+    """The text of a metric of bits per byte, in words."""
+    name = metric.removeprefix(f"{BITS}, ")
+    return CALLED.get(name, name)
