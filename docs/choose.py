@@ -24,6 +24,7 @@ import ao_lab  # noqa: E402
 from ao_lab.measure.intervals import half_interval, rounded  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
+from experiments.linear.current import outdated  # noqa: E402
 
 #: Marks of each table, by the name of its function.
 MARK = "<!-- {0}: python docs/choose.py -->\n", "<!-- end of {0} -->\n"
@@ -61,6 +62,8 @@ RUNS = {"full": "long run", "quick": "short run"}
 UNDIVIDED, ABSENT = "layers dense", "(a)"
 #: Whose speeds tables have.
 WHOSE = "Speeds are of ao_lab's own kernels, in ao_lab; those of vLLM and of other programs were not timed."
+#: In place of a speed that was measured with another kernel than is chosen today.
+FORMER = "(b)"
 #: Outcomes of a client that has the weights: docs/clients.py.
 READ = ("same bits", "same, other order of sums", "same weights, rounds by itself")
 #: Clients that are the library's own objects in another program, and read no file.
@@ -195,6 +198,8 @@ def texts(lines: Sequence[Sequence[str]]) -> str:
     words += " Runs read different windows of the text, so compare within a column."
     if any(ABSENT in line for line in lines):
         words += f" {ABSENT}: groups of 128 do not divide this model's layers."
+    if any(FORMER in cell for line in lines for cell in line):
+        words += f" {FORMER}: measured with another kernel than is chosen today."
     return textwrap.fill(words, 128)
 
 
@@ -349,16 +354,17 @@ def speeds(entry: Entry, device: str) -> str:
 
 
 def speed(entry: Entry, device: str, tokens: int) -> str:
-    """Speed of one layer over bfloat16, by CUDA graphs."""
+    """Speed of one layer over bfloat16, by CUDA graphs; FORMER where another kernel is chosen today than was measured."""
     kind = "activations" if recipe(entry).activation else "weights"
-    return times(layer_speed(kind, WEIGHT, entry.linear, device, tokens))
+    row = layer_row(kind, WEIGHT, entry.linear, device, tokens)
+    return "" if row is None else FORMER if outdated(row) else times(row.value)
 
 
-def layer_speed(kind: str, shape: tuple[int, int], method: str, device: str, tokens: int) -> float | None:
-    """Speed of a layer of a shape over bfloat16 by CUDA graphs; None where it was not measured."""
+def layer_row(kind: str, shape: tuple[int, int], method: str, device: str, tokens: int) -> Row | None:
+    """The speed of a layer of a shape over bfloat16 by CUDA graphs; None where it was not measured."""
     table = f"{kind}/full/{shape[0]}x{shape[1]}"
     setting = f"{tokens} row{'s' * (tokens > 1)}, CUDA graph"
-    return value("linear", table, setting, method, "speed over bfloat16", device)
+    return indexed("linear").get((table, setting, method, "speed over bfloat16"), {}).get(device)
 
 
 def four_bits() -> str:
@@ -401,16 +407,16 @@ def four_bits_by_layer() -> str:
 
 
 def four_bit_speeds(tokens: int, shapes: Sequence[tuple[int, int]] = LAYERS) -> list[float]:
-    """Speeds over bfloat16 of all 4-bit weights at some shapes; ValueError where one was not measured."""
+    """Speeds over bfloat16 of 4-bit weights at some shapes, by today's kernels; ValueError where one was not measured."""
     found = []
     for shape in shapes:
         for method in itertools.chain(*OF_FOUR_BITS.values()):
-            one = layer_speed("weights", shape, method, GPUS["H200"], tokens)
+            one = layer_row("weights", shape, method, GPUS["H200"], tokens)
             if one is None:
                 raise ValueError(
                     f"{method} at {tokens} tokens of {shape} has no speed on {GPUS['H200']}; measure it, or leave it out"
                 )
-            found.append(one)
+            found += [] if outdated(one) else [one.value]
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from experiments.harness.rows import Row
+from experiments.linear.current import current, outdated
+from experiments.linear.current import kernel_state as kernel_state
 from experiments.linear.run import ERROR, FLOOR, HOST, SPEED, TIME
 from experiments.linear.tables import (
     BASE,
@@ -57,7 +59,7 @@ NOTHING = "Nothing has been timed yet: times need a GPU."
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """Targets and slow rows of every GPU; errors at quick scale."""
-    words, timed = [], False
+    rows, words, timed = current(rows), [], False
     for part in PARTS:
         for where, results in by_run(rows, part).items():
             said = targets_words(part, where, results) if where.device != "cpu" else []
@@ -68,7 +70,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
     """Times of one row and of 16 by the weight that has targets, on the last device."""
-    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    runs = {where: one for where, one in by_run(current(rows), "weights").items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     if run is None:
         return []
@@ -88,12 +90,14 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 def cards(rows: Sequence[Row]) -> list[Card]:
     """The speed of one token by the default int4 configuration; for the figure int4 and int8 beside torchao's."""
-    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    runs = {where: one for where, one in by_run(current(rows), "weights").items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     row = run[1].row(setting_of(1), DEFAULT, SPEED) if run else None
     if run is None or row is None:
         return []
-    peers = next((one for where, one in by_run(rows, TORCHAO).items() if where == run[0]), Results([]))
+    peers = next(
+        (one for where, one in by_run(current(rows), TORCHAO).items() if where == run[0]), Results([])
+    )
     bars = {
         f"linear layer, {words}, 1 token": {
             "ao_lab": run[1].value(setting_of(1), name, SPEED),
@@ -108,7 +112,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
 
 def main_finding(rows: Sequence[Row]) -> str:
     """Where layers of the shape that has targets are slower than bfloat16, on the last device."""
-    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    runs = {where: one for where, one in by_run(current(rows), "weights").items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     slow = dict(slow_rows(run[1])) if run else {}
     words = [f"{name} at {', '.join(map(str, slow[name]))}" for name in QUOTED if name in slow]
@@ -169,14 +173,22 @@ def outputs_words(rows: Sequence[Row]) -> list[str]:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Of all parts and runs."""
+    """Of all parts and runs; of a part those of the GPU and the shape whose times are targets first."""
     return [
-        (outputs_section if where.scale == "quick" or where.device == "cpu" else times_section)(
-            part, where, results
-        )
+        (outputs_section if is_untimed(where) else times_section)(part, where, results)
         for part in PARTS
-        for where, results in by_run(rows, part).items()
+        for where, results in sorted(by_run(rows, part).items(), key=lambda one: place(one[0]))
     ]
+
+
+def place(where: Where) -> tuple[bool, ...]:
+    """What comes first on the page."""
+    return is_untimed(where), DEVICE not in where.device, not where.data.endswith(SHAPE)
+
+
+def is_untimed(where: Where) -> bool:
+    """Whether a run has outputs alone."""
+    return where.scale == "quick" or where.device == "cpu"
 
 
 SHAPE = data_of(SHAPES[0])
@@ -214,7 +226,7 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
     return [
         RunTargets(where, targets_of(part, where, results), part, "times bfloat16")
         for part in PARTS
-        for where, results in by_run(rows, part).items()
+        for where, results in by_run(current(rows), part).items()
     ]
 
 
@@ -297,25 +309,43 @@ COLUMNS = {
 
 def times_section(part: str, where: Where, results: Results) -> Section:
     """One part at one shape on one GPU."""
-    text = [*TEXT, *NOTES.get(part, []), *failures(results)]
+    text = [*TEXT, *NOTES.get(part, []), *failures(results), *outdated_words(results)]
     rows = [count for count in sorted({*ROWS, *EXPERT_ROWS}) if setting_of(count) in results.settings]
     methods = list(dict.fromkeys(row.method for row in results.rows if row.metric == SPEED))
     if not methods:
         return Section(f"{TITLES[part]} ({where})", failures(results))
-    drawing = speed_map(part, where, results, methods, rows)
+    fresh = Results(current(results.rows))
+    drawing = speed_map(part, where, fresh, methods, rows)
     tables = [rows_table(results, count) for count in rows]
-    targets = target_table(targets_of(part, where, results), results.rows)
+    targets = target_table(targets_of(part, where, fresh), fresh.rows)
     return Section(f"{TITLES[part]} ({where})", text, [drawing], [*targets, *tables])
 
 
+def outdated_words(results: Results) -> list[str]:
+    """How many lines were measured with another kernel than is chosen today, where any was."""
+    lines = {
+        row.line: outdated(row) for row in results.rows if row.metric == SPEED and row.method != BASE.name
+    }
+    old = sum(map(bool, lines.values()))
+    if not old:
+        return []
+    return [
+        f"**{old} of {len(lines)} lines were measured with another kernel than is chosen today.** The column of kernels names "
+        "both; these lines are in no figure, finding or target."
+    ]
+
+
 def speed_map(part: str, where: Where, results: Results, methods: list[str], rows: list[int]) -> Drawing:
-    """Speed over bfloat16, methods by rows; its own is 1."""
+    """Speed over bfloat16, methods by rows; its own is 1. results: without lines of other kernels than today's."""
     methods = [name for name in methods if name != BASE.name]
     values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
     figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16", "tokens")
     caption = (
-        f"{TITLES[part]}, {readable(where.data)}, {where.device}: speed over bfloat16 by number of tokens."
+        f"{TITLES[part]}, {readable(where.data)}, {where.device}: speed over bfloat16 by number of tokens; empty: not measured "
+        "with the kernel that is chosen today."
     )
+    if all(value is not None for line in values for value in line):
+        caption = f"{caption.partition(';')[0]}."
     return Drawing(f"linear-{part}-{where.data}-{where.ending}", caption, figure)
 
 
@@ -370,8 +400,9 @@ def methods_of(results: Results) -> list[str]:
 
 
 def kernel(results: Results, setting: str, method: str) -> str:
-    """What computed a method."""
-    return next((row.kernel for row in results.with_setting(setting).of_method(method).rows), "")
+    """What computed a method; both names where another kernel is chosen for it today."""
+    row = next(iter(results.with_setting(setting).of_method(method).rows), None)
+    return "" if row is None else outdated(row) or row.kernel
 
 
 def outputs_table(results: Results, methods: list[str]) -> Table:

@@ -1,7 +1,7 @@
 """What an experiment's page says, as plain data: tables, figures, sections, and published values beside measured ones.
 
-Under a table stands when and at which commits its rows were measured, and what has changed since, in the folders that the
-experiment's record names. It is information: nothing fails by it.
+Under a table stands when and at which commits its rows were measured and, of an experiment whose page module has
+`kernel_state(row)`, whether by the kernels that are chosen today.
 
 Texts are shown with marks of Markdown as HTML, long sentences as a lead and a list.
 """
@@ -9,12 +9,12 @@ Texts are shown with marks of Markdown as HTML, long sentences as a lead and a l
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.revision import changed_files
 from experiments.harness.rows import CORPUS, Row, table_parts
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Table:
 
     @property
     def measured(self) -> str:
-        """When and at which commits its rows were measured, and what has changed since; nothing where it names no rows."""
+        """When and at which commits its rows were measured, and by which kernels; nothing where it names no rows."""
         return note(self.rows)
 
     @property
@@ -309,20 +309,24 @@ NAMED = 3
 
 
 def note(rows: Iterable[Row]) -> str:
-    """As "measured 2026-11-26 at 0832d6b6; since then 14 files under reference, fast changed"; nothing without rows, and
-    nothing of changes where the oldest commit is not known here."""
+    """As "measured 2026-11-26 at 0832d6b6; 3 of 14 lines with another kernel than is chosen today"; nothing without rows."""
     rows = list(rows)
-    if not rows:
-        return ""
-    commits, words = commits_of(rows), measured_at(rows)
-    known = dict.fromkeys(row.experiment for row in rows if row.experiment in EXPERIMENTS)
-    folders = tuple(dict.fromkeys(folder for name in known for folder in EXPERIMENTS[name].folders))
-    count = changed_files(next(iter(commits)), folders) if folders else None
-    if count is None:
-        return words
-    start = "the oldest" if len(commits) > 1 else "then"
-    named = ", ".join(dict.fromkeys(re.sub("^experiments/.*", "experiments", folder) for folder in folders))
-    return f"{words}; since {start} {count} file{'s' * (count != 1)} under {named} changed"
+    return "; ".join(filter(None, (measured_at(rows), kernels_of(rows)))) if rows else ""
+
+
+def kernels_of(rows: Iterable[Row]) -> str:
+    """Whether rows are of the kernels that are chosen today; nothing of experiments whose page module does not tell."""
+    states: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        if row.kernel and row.experiment in EXPERIMENTS:
+            tell = getattr(EXPERIMENTS[row.experiment].page_module(), "kernel_state", None)
+            if tell and (state := tell(row)):
+                states[row.line] = state
+    counts = Counter(states.values())
+    other, unnamed = counts["other"], counts["unnamed"]
+    words = [f"{other} of {len(states)} lines with another kernel than is chosen today"] * bool(other)
+    words += [f"{unnamed} of {len(states)} lines do not name their kernel"] * bool(unnamed)
+    return ", ".join(words) if words else "by the kernels that are chosen today" * bool(states)
 
 
 def measured_at(rows: Iterable[Row]) -> str:

@@ -1,6 +1,6 @@
 """Pages: ``reports/index.html`` (the first screen and a line an experiment), ``scoreboard.html`` (published values),
 ``history.html``, a page of each experiment and further ones of its longest tables, ``limits.html``, the answers to the paper's
-open questions (`experiments.report.questions`), and Markdown beside them. They read rows, and of git what has changed since;
+open questions (`experiments.report.questions`), and Markdown beside them. They read rows;
 ``families.html`` reads records of kernels.
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names

@@ -44,7 +44,7 @@ def rows_of(part, rows, times, device="NVIDIA H200", data="14336x4096"):
         found += [
             Row(
                 experiment="linear", table=f"{part}/full/{data}", setting=page.setting_of(rows), method=method,
-                metric=metric, value=value, unit="", device=device, seed=0, kernel="fused",
+                metric=metric, value=value, unit="", device=device, seed=0, kernel="fused" if part == "weights" else "",
             )
             for metric, value in values.items()
         ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Targets: reached or not, and what a page says of them."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -36,40 +37,38 @@ def row(method, commit=NEW, date="2026-11-26T10:00:00Z", experiment="linear"):
     )  # fmt: skip
 
 
-@pytest.fixture
-def changed(monkeypatch):
-    """How many files changed since a commit."""
-    found = {NEW: 2, OLD: 14}
-    monkeypatch.setattr("experiments.report.content.changed_files", lambda commit, folders: found.get(commit))
-
-
-def test_a_note_names_day_commit_and_what_changed_since(changed):
-    folders = "reference, fast, ao_lab, experiments"
-    assert {*EXPERIMENTS["linear"].folders} > {"fast", "experiments/harness", "experiments/linear"}
+def test_a_note_names_day_and_commit():
     assert note([]) == ""
-    assert note([row("a"), row("b")]) == (
-        f"measured 2026-11-26 at {NEW}; since then 2 files under {folders} changed"
-    )
+    assert note([row("a"), row("b")]) == f"measured 2026-11-26 at {NEW}"
     mixed = [row("a"), row("b", OLD, "2026-11-24T01:00:00Z")]
-    assert note(mixed) == (
-        f"measured 2026-11-24 at {OLD}; 2026-11-26 at {NEW}; since the oldest 14 files under {folders} changed"
-    )
+    assert note(mixed) == f"measured 2026-11-24 at {OLD}; 2026-11-26 at {NEW}"
     unknown = note([row("a", commit="", date="")])
     assert unknown == "measured an unknown day at an unknown commit"
     several = note([row("a", f"{number}", f"2026-11-2{number}T") for number in range(5)])
     assert several == "measured 2026-11-20 to 2026-11-24 at 5 commits, the oldest 0"
 
 
-def test_a_table_has_the_note_of_its_rows(changed):
+def test_a_note_says_whether_kernels_are_those_of_today():
+    at = f"measured 2026-11-26 at {NEW}"
+    same, other = (
+        replace(row("int4 g128"), kernel=f"fused: {name}") for name in ("linear_skinny", "mixed_mm")
+    )
+    assert note([same]) == f"{at}; by the kernels that are chosen today"
+    slow = replace(other, method="int8")
+    assert note([same, slow]) == f"{at}; 1 of 2 lines with another kernel than is chosen today"
+    assert note([replace(same, kernel="fused")]) == f"{at}; 1 of 1 lines do not name their kernel"
+
+
+def test_a_table_has_the_note_of_its_rows():
     table = Table("Speed", ["weights", "us"], [["int8", "1"]], [row("int8", OLD)])
     long = Table("Long", ["weights"], [[str(number)] for number in range(pages.MOST_LINES + 1)], [row("x")])
     section = Section("Speed", tables=[table, long])
     page = pages.Page("linear", "Linear", (), (), None, [section], (), "linear.csv.gz", section.rows, "", ())
     text = pages.render("page.md.j2", page=page, brief=pages.brief_tables(page))
-    assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in text
+    assert f"Measured 2026-11-26 at {OLD}." in text
     assert f"Long: {pages.MOST_LINES + 1} lines, in [linear.html](linear.html)" in text
     html = pages.render("page.html.j2", page=page)
-    assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in html
+    assert f"Measured 2026-11-26 at {OLD}." in html
     assert f"<td>{pages.MOST_LINES}\n" in html
 
 
