@@ -28,8 +28,9 @@ from typing import Any
 from ao_lab.config.recipe import Recipe, cast_scales, integer_scheme, numerics, power_of_two_outer, registered
 from reference import SCHEMES, Scheme
 from reference.arrays.namespace import choice
+from reference.formats.formats import BUILT_IN
 from reference.schemes.conventions import compressed_tensors_input
-from reference.schemes.schemes import Block
+from reference.schemes.schemes import MX_ELEMENTS, Block
 
 # What others call a recipe: "W4A16 INT4, group size 128", for pages that people read who do not know our names.
 
@@ -40,6 +41,8 @@ def common_name(recipe: Recipe) -> str:
     told = [f"{short_name(recipe)} {element_name(weight)}", _scaled(weight, "channel")]
     if weight.zero is not None:
         told.append("zero points")
+    if weight.scale.power_of_two and not element_name(weight).startswith("MX"):
+        told.append("e8m0 scales")
     if inputs is not None:
         other = "" if element_name(inputs) == element_name(weight) else f"{element_name(inputs)} "
         told.append(f"{other}inputs {_scaled(inputs, 'token')}")
@@ -53,15 +56,17 @@ def short_name(recipe: Recipe) -> str:
 
 
 def element_name(scheme: Scheme) -> str:
-    """INT4, FP8 (E5M2), MXFP4, NVFP4, NF4; other elements by their own names."""
+    """INT4, FP8 (E5M2), MXFP4, NVFP4, NF4; other elements by their own names, floats of one's own as "8-bit float (1-3-4)"."""
     fmt, scale = scheme.format, scheme.scale
     if fmt.kind == "int" and not fmt.fraction_bits:
         return f"INT{fmt.bits}"
     if fmt.kind != "float":
         return fmt.name.upper()
+    if fmt.name not in BUILT_IN:
+        return f"{fmt.bits}-bit float (1-{fmt.exponent_bits}-{fmt.mantissa_bits})"
     if scheme.outer is not None and scale.block == 16 and fmt.bits == 4:
         return "NVFP4"
-    micro = "MX" if scale.power_of_two and scale.block == 32 else ""
+    micro = "MX" if scale.power_of_two and scale.block == 32 and fmt.name in MX_ELEMENTS else ""
     kind = f" (E{fmt.exponent_bits}M{fmt.mantissa_bits})" if fmt.name not in DEFAULTS else ""
     return f"{micro}FP{fmt.bits}{kind}"
 

@@ -379,6 +379,9 @@ NAMED = 3
 LONGEST_LIST = 20
 #: Of which records `ao-lab formats`, `ao-lab schemes` and `ao-lab configs` list the names.
 LISTED = ("format", "scheme", "config")
+#: Of which records people make their own, and what is said where no name is like one that is not known.
+OWN = ("format", "scheme")
+REGISTER = "; one of your own is registered first: ao_lab.register(record), or ao-lab --import FILE.py"
 
 
 #: What a name is that is looked for among other records, by what is looked for; modules of records put it here.
@@ -422,10 +425,16 @@ def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     """A few names like this one, those that hold it first; else the first few, and what lists all."""
     words = {name.lower(), spelled_out(name)}
     inside = [known for known in table if name and any(word in known.lower() for word in words)]
-    similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
+    own = what.rpartition(" ")[2] in OWN
+    similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.6 if own else 0.4)
     close = list(dict.fromkeys([*sorted(inside, key=len), *similar]))[:NAMED]
     if close:
         return f"the nearest are {', '.join(close)}"
+    return _known(table, what) + REGISTER * own
+
+
+def _known(table: Mapping[str, object], what: str) -> str:
+    """All names where they are few; else the first few, and what lists all."""
     known = sorted(table)
     if len(known) <= (NAMED if what in LISTED else LONGEST_LIST):
         return f"known are {', '.join(known)}"

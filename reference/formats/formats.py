@@ -27,7 +27,7 @@ Memory Efficient Optimizers with 4-bit States (arXiv 2309.01507).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -115,6 +115,12 @@ def check_format(record: Any) -> None:
     {"float": _check_float, "int": _check_int, "codebook": _check_codebook, "scale": _check_scale}[kind](
         record
     )
+
+
+def _usual_bias(kind: Any, exponent_bits: Any) -> int:
+    """2**(exponent_bits - 1) - 1 of floats and scales; 0 of other kinds, and of widths that `check_format` refuses."""
+    has = kind in ("float", "scale") and type(exponent_bits) is int and 1 <= exponent_bits <= WIDEST["float"]
+    return (1 << exponent_bits - 1) - 1 if has else 0
 
 
 def _check_name(name: Any) -> None:
@@ -220,9 +226,9 @@ class Format:
 
     Further fields of each kind:
 
-    * "float" has exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent), and
-      specials: "ieee" (infinities and NaN, as in float16), "nan_ones" (a NaN of ones, no infinity),
-      "nan_negative_zero" (a NaN in the place of -0) or "none".
+    * "float" has exponent_bits, mantissa_bits (bits is 1 more than both), bias (subtracted from the stored exponent; left
+      out, 2**(exponent_bits - 1) - 1), and specials: "ieee" (infinities and NaN, as in float16), "nan_ones" (a NaN of ones,
+      no infinity), "nan_negative_zero" (a NaN in the place of -0) or "none", which it is unless given.
     * "int" has signed (True: two's complement; False: from 0), fraction_bits (the value is the integer times
       2**-fraction_bits), specials, "none", "nan_minimum" (the lowest integer is NaN) or "unused_minimum" (it is never written).
     * "codebook" has table, a tuple of 2**bits values that ascend strictly, the code being the place; signed: whether there are
@@ -233,8 +239,8 @@ class Format:
 
     Derived: max, min, limit, values (all, float32), smallest_normal, smallest_subnormal, epsilon, emin, emax.
 
-    ValueError or TypeError where fields do not fit together (`reference.formats.formats`). `reference.register` gives a
-    record of one's own a name.
+    ValueError or TypeError where fields do not fit together. `ao_lab.register` gives a record of one's own a name. print
+    shows the fields and the range.
     """
 
     name: str
@@ -244,8 +250,8 @@ class Format:
     bits: int
     exponent_bits: int = 0
     mantissa_bits: int = 0
-    #: Exponent bias (float and scale kinds).
-    bias: int = 0
+    #: Exponent bias (float and scale kinds); left out, 2**(exponent_bits - 1) - 1, as IEEE 754 has it, and 0 in other kinds.
+    bias: int = None  # type: ignore[assignment]
     #: ``ieee``, ``nan_ones``, ``nan_negative_zero``, ``nan_all_ones`` or ``none``.
     specials: str = "none"
     #: Whether negative values exist.
@@ -258,6 +264,9 @@ class Format:
     reach: float = 0.0
 
     def __post_init__(self) -> None:
+        given: Any = self.bias
+        if given is None:
+            object.__setattr__(self, "bias", _usual_bias(self.kind, self.exponent_bits))
         check_format(self)
 
     @property
@@ -397,6 +406,27 @@ class Format:
 
     def __repr__(self) -> str:
         return f"Format({self.name})"
+
+    def __str__(self) -> str:
+        """The fields that the kind has, but a table, and the range: for people."""
+        default = {field.name: field.default for field in fields(self)}
+        told = [
+            f"{name}={value!r}"
+            for name in (
+                "kind",
+                "bits",
+                "exponent_bits",
+                "mantissa_bits",
+                "bias",
+                "specials",
+                "signed",
+                "fraction_bits",
+                "reach",
+            )
+            if name not in ABSENT[self.kind]
+            and ((value := getattr(self, name)) != default[name] or name == "specials")
+        ]
+        return f"Format({self.name}: {', '.join(told)}; {self.min:g} to {self.max:g})"
 
 
 def _float(name: str, exponent: int, mantissa: int, bias: int, specials: str) -> Format:

@@ -19,7 +19,7 @@ convert a record to plain values (numbers, text, lists) and back, with the forma
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any, TypeVar
@@ -68,8 +68,8 @@ class Scale:
     #: absmax; minmax; minmax_with_zero (the range is widened to hold 0); minmax_split (the larger of -min / -qmin and
     #: max / qmax); absmax_elements (an outer scale's maximum over the elements, not over the scales).
     statistic: str = "absmax"
-    #: What the statistic maps onto: 448, 6, 127, 15, ...
-    target: float
+    #: What the statistic maps onto: 448, 6, 127, 15, ...; 0: what a `Scheme` finds to be the largest that its element holds.
+    target: float = 0.0
     rule: str = "ratio"
     #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's dtype). "float64" divides in
     #: float64 and rounds to float32, which is the correctly rounded float32 quotient.
@@ -133,9 +133,9 @@ def check_scale(record: Scale) -> None:
     choice(record.stored, ("decode", "encode"), "stored")
     choice(record.center, ("none", "mean"), "center")
     _check_block(record.block)
-    if not LEAST_TARGET <= record.target <= LARGEST_TARGET:
+    if record.target != 0 and not LEAST_TARGET <= record.target <= LARGEST_TARGET:
         raise ValueError(
-            f"target lies between 2**-20 and 2**20, got {record.target!r}; use the element's largest value"
+            f"target lies between 2**-20 and 2**20, got {record.target!r}; leave it out for the element's largest value"
         )
     fmt = None if record.storage == "float32" else format_of(record.storage)
     if record.rule in POWER_RULES and record.storage != POWER_STORAGE:
@@ -232,6 +232,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "element", format_name(self.element, "element"))
+        if self.scale.target == 0:
+            object.__setattr__(self, "scale", replace(self.scale, target=default_target(self)))
         check_scheme(self)
         # While SCHEMES is being filled there is nothing to compare with: the name is the key. That of a registered record is
         # not: other processes do not know it.
@@ -318,6 +320,28 @@ def check_scheme(record: Scheme) -> None:
     _check_levels(record)
     if record.zero is not None:
         _check_zero(record, fmt)
+    _check_target(record, fmt)
+
+
+def default_target(record: Scheme) -> float:
+    """The largest target with which nothing saturates: the element's limit; with a zero point its range, max - min."""
+    fmt = record.format
+    return fmt.limit - fmt.min if record.zero is not None else fmt.limit
+
+
+def _check_target(record: Scheme, fmt: Format) -> None:
+    if record.outer is not None and record.outer.target == 0:
+        raise ValueError(
+            "an outer scale has a target of its own: over elements the element's largest value times that of the scales' "
+            "storage, over scales the largest code"
+        )
+    # Half of a range of integers, as 127.5 of int8, is what other projects map a block's largest element onto.
+    largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
+    if record.scale.target > largest and not record.deviations:
+        raise ValueError(
+            f"target {record.scale.target:g} is beyond {largest:g}, the largest that {fmt.name} holds, so that a block's "
+            f"largest elements saturate; leave target out, or name the saturation in deviations of the scheme if it is meant"
+        )
 
 
 def _check_levels(record: Scheme) -> None:

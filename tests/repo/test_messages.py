@@ -177,7 +177,7 @@ def test_unknown_names():
         ):
             with pytest.raises(ValueError, match=f"unknown scheme '{given}'; .* are .*{near}") as error:
                 function(given)
-            assert str(error.value).count(",") == 2
+            assert str(error.value).count(",") <= 2
     with pytest.raises(
         ValueError, match=r"known are \S+, \S+, \S+ and \d+ more; `ao-lab schemes` lists them"
     ):

@@ -23,7 +23,7 @@ from ao_lab.config.compressed_tensors import (
 )
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
-from reference import SCHEMES, Scales
+from reference import FORMATS, SCHEMES, Format, Scale, Scales, Scheme
 
 # Inputs as compressed-tensors quantizes them: its own `forward_quantize` against the records, bit for bit.
 
@@ -255,6 +255,16 @@ def test_the_price_of_the_power_of_two():
 )
 def test_names(weight, inputs, name):
     assert common_name(Recipe(weight=named(weight), activation=named(inputs))) == name
+
+
+def test_an_element_that_no_standard_has_bears_no_standards_name(monkeypatch):
+    own = Format(name="f134", kind="float", bits=8, exponent_bits=3, mantissa_bits=4)
+    monkeypatch.setitem(FORMATS, "f134", own)
+    scale = Scale(block=32, rule="rceil", storage="float8_e8m0fnu")
+    assert (
+        common_name(Recipe(weight=Scheme(name="f134_b32", element=own, scale=scale)))
+        == "W8A16 8-bit float (1-3-4), group size 32, e8m0 scales"
+    )
 
 
 @pytest.mark.parametrize(

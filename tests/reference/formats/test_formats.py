@@ -333,6 +333,10 @@ def test_records_are_data() -> None:
     assert (ieee.max, ieee.infinity_code, fmt.max) == (240.0, 0x78, 448.0)
     assert len({fmt, replace(fmt), ieee}) == 2
     assert repr(fmt) == "Format(float8_e4m3fn)"
+    own = Format(name="own", kind="float", bits=8, exponent_bits=3, mantissa_bits=4)
+    assert (own.bias, own.max) == (3, 31.0)  # the bias of IEEE 754 where none is given
+    fields = "kind='float', bits=8, exponent_bits=3, mantissa_bits=4, bias=3, specials='none'"
+    assert str(own) == f"Format(own: {fields}; -31 to 31)"
 
 
 def test_format_of() -> None:

@@ -124,6 +124,19 @@ def test_public_names():
     assert ao_lab.register(SCHEMES["mxfp4"]) is SCHEMES["mxfp4"]
 
 
+def test_a_target_that_saturates_is_refused_unless_it_is_meant(scheme):
+    """Left out it is the element's limit, with a zero point its range; a convention names what saturates."""
+    assert replace(scheme, scale=Scale(block=32)) == replace(scheme, scale=Scale(block=32, target=4.0))
+    ranged = replace(SCHEMES["int4_g32_asymmetric"].scale, target=0.0)
+    assert replace(SCHEMES["int4_g32_asymmetric"], scale=ranged) == SCHEMES["int4_g32_asymmetric"]
+    for name, target in (("mxfp8_e4m3", 449.0), ("int8_rowwise", 127.6), ("int4_g32_asymmetric", 15.1)):
+        scale = replace(SCHEMES[name].scale, target=target)
+        refused(ValueError, f"target {target:g} is beyond", replace, SCHEMES[name], scale=scale)
+        assert replace(SCHEMES[name], scale=scale, deviations=("saturates",)).scale.target == target
+    outer = replace(SCHEMES["nvfp4"].outer, target=0.0)
+    refused(ValueError, "an outer scale has a target", replace, SCHEMES["nvfp4"], outer=outer)
+
+
 def test_again_and_under_a_taken_name(scheme):
     assert register(replace(scheme)) == scheme
     assert register(replace(POSIT)) == POSIT
@@ -267,7 +280,7 @@ SCALE_FIELDS = [
     ({"block": -2}, "block is"), ({"block": (1, -1)}, "block is"), ({"block": "row"}, "block is"),
     ({"block": [32, 32]}, "block is"), ({"block": 32.0}, "block is"), ({"block": (1, 2, 3)}, "block is"),
     ({"storage": "float64"}, "nearest are"),
-    ({"target": 0}, "target"), ({"target": float("nan")}, "target"), ({"target": 1e-50}, "target"),
+    ({"target": -1}, "target"), ({"target": float("nan")}, "target"), ({"target": 1e-50}, "target"),
     ({"target": 1e60}, "target"), ({"floor": ("scael", 1.0)}, "floor is one of"),
     ({"floor": ("stored", 0.0)}, "positive number"), ({"floor": ("scale", "small")}, "tiny"),
     ({"storage": "float8_e4m3fn"}, "value of its storage"),
