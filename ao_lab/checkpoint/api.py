@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.card_origin import history_of
 from ao_lab.checkpoint.experts import TARGET, converted, ignored, published
 from ao_lab.checkpoint.export import check_groups, quantization_config
 from ao_lab.checkpoint.formats import quantization_of, records_of, tell
@@ -61,7 +62,7 @@ from ao_lab.checkpoint.model_builder import (
     read_settings,
     settings_text,
 )
-from ao_lab.checkpoint.model_card import CARD, card_beside, trained_by
+from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
     FLOAT32_SCALES,
     Reading,
@@ -82,12 +83,10 @@ from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
-from ao_lab.quantization.report import Report
 from ao_lab.tensor.metadata import PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
 from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
-from ao_lab.transforms.report import ATTRIBUTE
 from reference.arrays.namespace import choice
 
 LOG = logging.getLogger(__name__)
@@ -125,12 +124,13 @@ def save_pretrained(
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     base_model: str | None = None,
+    tokenizer: Any = None,
 ) -> Saved:
     """Save a quantized model to a folder: model.safetensors (sharded above `max_shard_bytes`), config.json and a model card.
 
     config: the model's own configuration. Default: `model.config`, as transformers' models have it. Their generation_config is
-    saved as generation_config.json, without its compile_config; a UserWarning names settings that `generate()` ignores. Save
-    the tokenizer yourself (`tokenizer.save_pretrained(directory)`).
+    saved as generation_config.json, without its compile_config; a UserWarning names settings that `generate()` ignores.
+    tokenizer: a tokenizer or a processor that is saved beside the model by its own save_pretrained. Default: none.
     base_model: what the model card names, a name on the Hub or a folder. Default: where transformers loaded the model from.
     layout: "auto" writes "compressed-tensors" if transformers and vLLM compute the same model from it, else "ao_lab", with a
     UserWarning. "compressed-tensors" by name is also written if only some loaders do (float32 scales of a bfloat16 model); see
@@ -142,21 +142,16 @@ def save_pretrained(
     layout="compressed-tensors" cannot store the model. Nothing has been written then. If writing fails (OSError), earlier files
     of the folder are unchanged.
     """
-    saved = write_model(model, Path(directory), layout, config, max_shard_bytes, base_model=base_model)
+    saved = write_model(model, Path(directory), layout, config, max_shard_bytes, None, base_model, tokenizer)
     if saved.reasons:
         warnings.warn(fallback_note(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
-    if FLOAT32_SCALES in saved.limits and _trained(model):
+    if FLOAT32_SCALES in saved.limits and history_of(model).trained:
         warnings.warn(f"{FLOAT32_SCALES}: {BEFORE_CONVERT}", UserWarning, stacklevel=2)
     return saved
 
 
 #: What keeps the values that a model was trained for.
 BEFORE_CONVERT = "after QAT in float32, model.to(torch.bfloat16) before step='convert'"
-
-
-def _trained(model: nn.Module) -> str:
-    """How a model was trained for its scheme, see `trained_by`."""
-    return trained_by(layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers)
 
 
 def write_model(
@@ -167,6 +162,7 @@ def write_model(
     max_shard_bytes: int = 5 * 10**9,
     beside: Mapping[str, torch.Tensor] | None = None,
     base_model: str | None = None,
+    tokenizer: Any = None,
 ) -> Saved:
     """`save_pretrained` without its warning, and with tensors beside the model's own.
 
@@ -174,6 +170,10 @@ def write_model(
     stored as they are, and readers of compressed-tensors are told so.
     """
     choice(layout, LAYOUTS, "layout")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"tokenizer has no save_pretrained, which its files are written by; got {type(tokenizer).__name__}"
+        )
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is at least 1, got {max_shard_bytes}")
     check_model(model)
@@ -204,11 +204,16 @@ def write_model(
         (place / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
         if settings is not None:
             (place / SETTINGS).write_text(settings)
+        before = set(place.iterdir())
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(place))
+        added = sorted(set(place.iterdir()) - before)
     files = [folder / path.name for path in written]
-    more = _beside(folder, model, settings, reasons or list(stored.limits), base_model)
+    changes = history_of(model).changes if used == "compressed-tensors" else ()
+    more = _beside(folder, model, settings, reasons or [*changes, *stored.limits], base_model)
     size = sum(file.stat().st_size for file in files)
     LOG.info("saved %s: layout %s, %d bytes of weights in %d files", folder, used, size, len(files))
-    every = (*files, folder / CONFIG, *more)
+    every = (*files, folder / CONFIG, *more, *(folder / path.name for path in added))
     return Saved(used, every, size, tuple(reasons), tuple(stored.limits), stored.bits())
 
 
@@ -276,13 +281,8 @@ def _beside(
     if settings is None:  # another model's, saved here before
         (folder / SETTINGS).unlink(missing_ok=True)
     cache = getattr(model, KV_CACHE, None)
-    said = (
-        []
-        if cache is None
-        else [
-            f"No file holds it, but here generate() stored {cache.recipe}; `ao_lab.use_kv_cache_` sets it again"
-        ]
-    )
+    told = "No file holds it, but here generate() stored {}; `ao_lab.use_kv_cache_` sets it again"
+    said = [] if cache is None else [told.format(cache.recipe)]
     base = base_model or str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     card = card_beside(
         folder,
@@ -290,7 +290,7 @@ def _beside(
         beside=said,
         base_model=base or None,
         base_folder=Path(base) if base and Path(base).is_dir() else None,
-        trained=_trained(model),
+        history=history_of(model),
     )
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 

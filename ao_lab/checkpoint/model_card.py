@@ -13,8 +13,6 @@ where that is the class that config.json names under "architectures"; where no t
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +21,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.card_origin import MOST_LAYERS, NOTHING, History, made_of
 from ao_lab.checkpoint.formats import quantization_of, records_of
 from ao_lab.checkpoint.io.files import ON_HUB, links_out, page, write_text
 from ao_lab.checkpoint.io.markdown import (
-    LONGEST_NOTE,
     base_name,
     code,
     hub_name,
@@ -145,7 +143,6 @@ CARD, RESULTS = "README.md", "eval.json"
 #: What the last line of a card of ours begins with.
 WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
-MOST_LAYERS = 12
 #: What numbers are called.
 LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
@@ -189,17 +186,15 @@ def model_card(
     beside: Sequence[str] = (),
     base_folder: Path | None = None,
     measured: bool = True,
-    trained: str = "",
-    rounded: Sequence[str] = (),
+    history: History = NOTHING,
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
     base_model: the model it was quantized from (a name on the Hub, or a folder, of which only the last part is shown). Default:
     what config.json says. command: how it was made. notes: why the layout is not compressed-tensors, or what loaders of it
     need to know. beside: sentences on tensors that are not part of the model. base_folder: folder of the base model, whose card
-    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. trained: "qat" or "lora",
-    as `trained_by` says of a model; "" where it was not trained for its scheme. rounded: layers that methods of the command
-    left rounded to nearest. Links out of a folder are not followed.
+    gives the licence if this folder's does not. measured: whether eval.json belongs to these weights. history: what calibration
+    and training did, as the model remembers it. Links out of a folder are not followed.
     """
     path = Path(folder)
     found = look_at(path)
@@ -212,9 +207,9 @@ def model_card(
     base = named or base_name(asked)
     local = not ON_HUB.fullmatch(base) and (Path(asked).is_dir() or len(Path(asked).parts) > 1)
     parts = [
-        front_matter(contents, base, kept, trained, local),
+        front_matter(contents, base, kept, history.trained, local),
         f"# {prose(path.resolve().name)}",
-        made_of(contents, base, command, trained, rounded),
+        made_of(contents.records.weights.values(), base, command, history, local),
         "## What was quantized",
         scheme_table(contents),
         left_text(contents),
@@ -224,7 +219,7 @@ def model_card(
         results_section(contents.results),
         "## How to load it",
         loading(contents, path.resolve().name, notes),
-        *generating(contents, path.resolve(), base),
+        *generating(contents, path.resolve(), "" if local else base),
         *differences(contents, notes),
         f"{WRITTEN}{__version__}.",
     ]
@@ -239,7 +234,7 @@ def write_card(
     notes: Sequence[str] = (),
     beside: Sequence[str] = (),
     base_folder: Path | None = None,
-    rounded: Sequence[str] = (),
+    history: History = NOTHING,
 ) -> Path:
     """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
     path = Path(folder) / CARD
@@ -249,7 +244,7 @@ def write_card(
         "notes": notes,
         "beside": beside,
         "base_folder": base_folder,
-        "rounded": rounded,
+        "history": history,
     }
     write_text(path, model_card(folder, **given))
     return path
@@ -312,54 +307,6 @@ def front_matter(
 def _element(recipe: Recipe) -> str:
     """INT4, FP8, MXFP4 ... without its exponent bits."""
     return element_name(recipe.weight).partition(" ")[0]
-
-
-#: How a model was trained for its scheme, which is named between the two.
-TRAINED = {
-    "qat": ("trained with QAT", "then converted"),
-    "lora": ("LoRA adapters trained", "then merged and quantized"),
-}
-
-
-def trained_by(reasons: Iterable[str]) -> str:
-    """ "qat" or "lora" where reasons of a report say that layers were trained for their scheme; else ""."""
-    found = [reason for reason in reasons if reason.startswith("trained by QAT")]
-    return ("lora" if any("adapters" in reason for reason in found) else "qat") if found else ""
-
-
-def linked(base: str) -> str:
-    """The name of a model, with a link to its card on the public Hub where it has one there."""
-    if not ON_HUB.fullmatch(base) or "HF_ENDPOINT" in os.environ or find_spec("huggingface_hub") is None:
-        return span(base)
-    from huggingface_hub import constants
-
-    return f"[{span(base)}]({constants.ENDPOINT}/{base})"
-
-
-def made_of(
-    contents: Contents, base: str, command: str | None, trained: str = "", rounded: Sequence[str] = ()
-) -> str:
-    """One sentence on where it comes from, and how, where the command or the training says that."""
-    source = f"Quantized from {linked(base)}" if base else "A quantized model"
-    by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
-    methods = re.findall(r"--method[ =](\w+)", command or "")
-    data = " with calibration data" if command and "--calibration" in command else ""
-    words = [f"weights quantized by {', '.join(methods)}{data}"] if methods else []
-    names = folded_names(dict.fromkeys(rounded, ""))
-    words += (
-        [f"but {', '.join(map(span, names[:MOST_LAYERS]))} rounded to nearest"] if names and methods else []
-    )
-    if command and not methods and "--plan" not in command:
-        words = ["weights rounded to nearest"]
-    if trained:
-        schemes = (prose(common_name(weight.meta.recipe)) for weight in contents.records.weights.values())
-        how, end = TRAINED[trained]
-        words = [f"{how} ({'; '.join(dict.fromkeys(schemes))})", end]
-    if any("input_scale" in weight.names for weight in contents.records.weights.values()):
-        words.append("static activation scales")
-    elif command and not data:
-        words.append("without calibration data")
-    return f"{source}{by}: {', '.join(words)}." if words else f"{source}{by}."
 
 
 def scheme_table(contents: Contents) -> str:
@@ -508,6 +455,10 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
 #: What a tokenizer brings along for conversations: a file of its own, or a field of its settings.
 TEMPLATE, TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 
+#: Where the tokenizer is from. It may be saved into the folder after the card.
+TOKENIZER_OF_BASE = ", with the base model's tokenizer (or this folder's, if it is saved here)"
+TOKENIZER_HERE = ", once its tokenizer is in this folder (`tokenizer.save_pretrained(FOLDER)`)"
+
 
 def generating(contents: Contents, folder: Path, base: str) -> list[str]:
     """Code that lets a language model generate text, by its chat template where it has one; [] for other models."""
@@ -518,7 +469,7 @@ def generating(contents: Contents, folder: Path, base: str) -> list[str]:
         (folder / name).is_file() for name in (TOKENIZER_SETTINGS, "tokenizer.json", "tokenizer.model")
     )
     name = folder.name if beside or not base else base
-    told = "" if beside else ", with the base model's tokenizer, since none was saved in this folder"
+    told = "" if beside else TOKENIZER_OF_BASE if base else TOKENIZER_HERE
     chats = (folder / TEMPLATE).is_file() or '"chat_template"' in (page(folder / TOKENIZER_SETTINGS) or "")
     inputs = ['inputs = tokenizer("The capital of France is", return_tensors="pt")']
     if chats:
@@ -586,5 +537,5 @@ def _has_served_format(weight: Weight) -> bool:
 
 __all__ = [
     "CARD", "CONFIG", "RESULTS", "SERVED_ARCHITECTURES", "TASKS", "architecture_of", "card_beside", "is_ours",
-    "loader_of", "model_card", "trained_by", "with_results", "write_card",
+    "loader_of", "model_card", "with_results", "write_card",
 ]  # fmt: skip

@@ -189,6 +189,7 @@ def run_plan(
     base_model: str | None = None,
 ) -> None:
     """Quantize as a plan says, save, and say what became of each layer."""
+    from ao_lab.checkpoint.card_origin import history_of
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.cli import quantize
     from ao_lab.quantization.api import report_of
@@ -212,7 +213,15 @@ def run_plan(
     command = " ".join(["ao-lab quantize --plan", path.name, *data.command()])
     notes = (choice.heading(), *where.reasons, *saved.limits)
     base = base_model or str(source)
-    write_card(target, base_model=base, command=command, notes=notes, beside=tensors, base_folder=source)
+    write_card(
+        target,
+        base_model=base,
+        command=command,
+        notes=notes,
+        beside=tensors,
+        base_folder=source,
+        history=history_of(model),
+    )
     told = {**where.told(saved.limits), "tensors": tensors, "beside": files, "plan": choice.heading()}
     quantize.show(report, saved, before, SkippedLayers(None), told, as_json)
 

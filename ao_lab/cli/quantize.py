@@ -206,6 +206,7 @@ def run_quantize(
     )
     if calibration is not None:
         plan = plan.for_methods(calibration.methods)
+    from ao_lab.checkpoint.card_origin import history_of
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 
@@ -232,7 +233,6 @@ def run_quantize(
     )
     told = {**plan.told(saved.limits), "tensors": tensors, "beside": files}
     notes = (*plan.reasons, *plan.changes, *saved.limits)
-    rounded = [one.name for one in report.changed if one.calibrated is None] if calibrates else []
     write_card(
         target,
         base_model=base_model or str(source),
@@ -240,7 +240,7 @@ def run_quantize(
         notes=notes,
         beside=tensors,
         base_folder=source,
-        rounded=rounded,
+        history=history_of(model),
     )
     show(report, saved, before, skipped_layers, told, as_json)
 

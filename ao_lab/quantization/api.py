@@ -48,7 +48,7 @@ from ao_lab.transforms.layers import (
     untying,
 )
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
-from ao_lab.transforms.report import ATTRIBUTE
+from ao_lab.transforms.report import ATTRIBUTE, remember_changes
 
 if TYPE_CHECKING:
     from ao_lab.calibration.run import Request
@@ -194,6 +194,7 @@ def quantize_(
     check_model(model)
     with untying(model):
         report = run(call)
+    remember_changes(model, getattr(config, "changes", ()))
     if preshuffle(model):
         report = explain(model)
         object.__setattr__(model, ATTRIBUTE, report)

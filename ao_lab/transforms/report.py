@@ -18,6 +18,8 @@ from ao_lab.transforms.layers import shorten
 ATTRIBUTE = "ao_lab_report"
 #: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
 SPARSITY = "ao_lab_sparsity"
+#: Where it keeps what `Config.for_layout` changed in the configurations that it was quantized by.
+CHANGES = "ao_lab_changes"
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,12 @@ def remember_pruned(model: nn.Module, name: str, what: str) -> None:
     """Keep with the model, for `ao_lab.explain`, that a parameter was pruned."""
     known: dict[str, str] = {**getattr(model, SPARSITY, {}), name: what}
     object.__setattr__(model, SPARSITY, known)
+
+
+def remember_changes(model: nn.Module, changes: Sequence[str]) -> None:
+    """Keep with the model, for its card, what `Config.for_layout` changed in a configuration."""
+    if changes:
+        object.__setattr__(model, CHANGES, (*dict.fromkeys((*getattr(model, CHANGES, ()), *changes)),))
 
 
 # State of an earlier training that lies in the folder from which a model of transformers came: `save_pretrained` writes learned

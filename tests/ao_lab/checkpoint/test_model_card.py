@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from ao_lab import (
+    AWQ,
+    GPTQ,
     FqnToConfig,
+    Int4WeightOnlyConfig,
     Int8DynamicActivationIntxWeightConfig,
     Int8StaticActivationInt8WeightConfig,
     LoRA,
@@ -20,6 +24,7 @@ from ao_lab import (
     save_pretrained,
     write_card,
 )
+from ao_lab.checkpoint.card_origin import made_of
 from ao_lab.checkpoint.io.markdown import base_name, yaml_line
 from ao_lab.checkpoint.model_card import (
     CARD,
@@ -28,7 +33,6 @@ from ao_lab.checkpoint.model_card import (
     architecture_of,
     is_ours,
     loader_of,
-    made_of,
     model_card,
     with_results,
 )
@@ -238,6 +242,37 @@ def test_names_of_bases(given, shown):
     assert base_name(given) == shown
 
 
+class Tokenizer:
+    """As transformers' tokenizers save themselves."""
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(tmp_path):
+    """As that of the command line does: methods, tokens, what was rounded, what `for_layout` changed."""
+    model, base = small_model(), tmp_path / "base"
+    base.mkdir()
+    config = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
+    batches = [torch.randint(0, 256, (2, 16)) for _ in range(2)]
+    quantize_(model, config, calibration=batches, methods=(AWQ(), GPTQ()))
+    given = {"config": {**LLAMA, "_name_or_path": str(base)}, "base_model": str(base)}
+    save_pretrained(model, tmp_path / "a", **given)
+    body = front((tmp_path / "a" / CARD).read_text())[1]
+    assert "Quantized from `base` (a local folder): weights quantized by " in body
+    assert re.search(r"\w \(\d layers?\).* on 64 tokens of calibration data", body)
+    assert "`lm_head.weight` rounded to nearest" in body
+    assert config.changes
+    assert all(change in body for change in config.changes)
+    assert "once its tokenizer is in this folder" in body
+    assert "none was saved" not in body
+    saved = save_pretrained(model, tmp_path / "b", tokenizer=Tokenizer(), **given)
+    assert tmp_path / "b" / "tokenizer.json" in saved.files
+    assert "To generate text:" in (tmp_path / "b" / CARD).read_text()
+    with pytest.raises(TypeError, match="tokenizer has no save_pretrained"):
+        save_pretrained(model, tmp_path / "c", tokenizer="b", **given)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -247,8 +282,7 @@ def test_names_of_bases(given, shown):
     ],
 )
 def test_methods_are_said(options, said):
-    contents = SimpleNamespace(records=SimpleNamespace(weights={}))
-    assert made_of(contents, "", f"ao-lab quantize a b {options}").endswith(f": {said}")
+    assert made_of((), "", f"ao-lab quantize a b {options}").endswith(f": {said}")
 
 
 def test_static_scales_are_said(tmp_path):
