@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.harness.rows import ROOT
-from experiments.report.pages import ASSETS, TEMPLATES, render
+from experiments.report.content import Section, Table
+from experiments.report.pages import ASSETS, TEMPLATES, Page, render
 from experiments.report.scoreboard import scoreboard
 from tests.support.browser import launched
 
@@ -187,6 +188,37 @@ def test_filters_leave_a_device_a_shape_and_a_scheme(show):
     assert all("int8" in one for one in cells)
     page.click("button[type=reset]")
     page.wait_for_function(f"document.querySelectorAll('section:not([hidden])').length === {before}")
+
+
+@pytest.fixture
+def filtered_page(tmp_path):
+    """A page of two sections of two small tables each."""
+    (tmp_path / "assets").mkdir()
+    for name in ASSETS:
+        shutil.copy(TEMPLATES / name, tmp_path / "assets")
+    lines = [["int4", "16.5"], ["int8", "4.0"]]
+    tables = [Table(f"{count} tokens", ["layer", "us"], lines) for count in (2, 16)]
+    sections = [Section(title, (), (), tables) for title in ("Weights", "Experts")]
+    page = Page("linear", "Linear", (), (), None, sections, (), "linear.csv.gz", [], "", ())
+    path = tmp_path / "linear.html"
+    path.write_text(render("page.html.j2", page=page))
+    return path
+
+
+def test_words_of_a_line_its_table_and_its_heading_are_searched(show, filtered_page):
+    page = show(filtered_page)
+    for words, told, sections in (
+        ("int4 16", "2 lines in 2 tables", 2),
+        ("int4 16 weights", "1 line in 1 table", 1),
+        ("int4 17", "0 lines in 0 tables", 0),
+    ):
+        page.fill("input[name=text]", words)
+        assert page.locator("form.filter output").text_content() == told
+        assert page.locator("section:visible").count() == sections
+        assert page.url.endswith(f"?text={words.replace(' ', '+')}")
+    assert page.locator("details.table[open] summary").first.text_content().startswith("16 tokens")
+    page.goto(f"{filtered_page.as_uri()}?text=int8+experts")
+    assert page.locator("form.filter output").text_content() == "2 lines in 2 tables"
 
 
 def test_columns_sort_by_value(show):
