@@ -94,6 +94,13 @@ def command(
     batch_size: BatchSize = None,
     apply_chat_template: ChatTemplate = False,
     include_path: IncludePath = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="The best configuration: the smallest that surely loses no more than so many percent of perplexity (upper end "
+            "of the 95% interval)."
+        ),
+    ] = 1.0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -122,7 +129,7 @@ def command(
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,
             text=text, corpus=corpus_path, calibration=calibration, methods=tuple(method or ()),
             calibration_windows=windows or calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
-            tasks=[name for given in tasks or [] for name in split(given)],
+            tolerance=tolerance, tasks=[name for given in tasks or [] for name in split(given)],
             harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path))  # fmt: skip
 
 

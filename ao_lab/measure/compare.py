@@ -38,7 +38,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
-from ao_lab.measure.comparison import Compared, Comparison
+from ao_lab.measure.comparison import TOLERANCE, Compared, Comparison
 from ao_lab.measure.evaluate import (
     conditions_of,
     digest_of,
@@ -94,10 +94,6 @@ BATCH = 8
 LONGEST, WHERE = 600, re.compile(r"^quantize_: ")
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """Says nothing."""
-
-
 def compare(
     model: str | Path | nn.Module,
     configs: Sequence[Given] | Mapping[str, Given] = USUAL,
@@ -115,8 +111,9 @@ def compare(
     harness: HarnessOptions | None = None,
     device: str | None = None,
     out: str | Path | None = None,
-    progress: Progress = _silent,
+    progress: Progress = lambda what, done, total: None,
     changes: Mapping[str, str] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> Comparison:
     """Quantize copies of a causal language model by each configuration, and measure them beside the model itself.
 
@@ -129,6 +126,7 @@ def compare(
     each. out: a folder for comparison.json, after each configuration and its losses, so that the same call goes on where one
     was stopped; and for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of
     how many. changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
+    tolerance: how many percent of perplexity the configuration that is called best may lose (`Comparison.choice`).
 
     A configuration that cannot be applied, or for which memory does not suffice, has the status "failed" and a reason, and
     the others go on. Holds the model and one quantized copy of it at a time.
@@ -144,6 +142,8 @@ def compare(
         raise WrongInput(
             f"new_tokens is 0 or more and calibration_windows at least 1, got {new_tokens} and {calibration_windows}"
         )
+    if not 0 <= tolerance < math.inf:
+        raise WrongInput(f"tolerance is a number of percent, 0 or more, got {tolerance!r}")
     check_model_folder(model)
     if new_tokens:
         check_generates(model, PROMPT + new_tokens)
@@ -163,7 +163,9 @@ def compare(
         "notes": notes_of(source, data),
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
     }
-    store = Store.of(name, conditions, wanted, None if out is None else Path(out))
+    store = replace(
+        Store.of(name, conditions, wanted, None if out is None else Path(out)), tolerance=tolerance
+    )
     work = Work(model, where, windows, asked, batches, new_tokens, run, limit, changes or {})
     with on_device(where):
         return work.run(wanted, store, progress)
@@ -290,7 +292,7 @@ def made_from(config: object) -> str:
 
 
 def describe(device: str) -> str:
-    """A device by its name."""
+    """A device's name."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
 
 
@@ -310,6 +312,7 @@ class Store:
     rows: dict[str, Compared] = field(default_factory=dict)
     #: What is measured of rows that are not whole yet.
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
 
     @classmethod
     def of(
@@ -365,7 +368,7 @@ class Store:
     def comparison(self, names: Iterable[str]) -> Comparison:
         """The rows of these names, as far as there are any."""
         rows = tuple(self.rows[name] for name in names if name in self.rows)
-        return Comparison(self.model, rows, self.conditions)
+        return Comparison(self.model, rows, self.conditions, self.tolerance)
 
 
 def _strict(value: Any) -> Any:

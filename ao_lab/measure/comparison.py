@@ -86,10 +86,18 @@ class Compared:
         return half_interval(self.difference_stderr, self.windows)
 
     @property
-    def within_noise(self) -> bool:
-        """Whether no loss over the unquantized model's is known: the interval of the difference reaches 0."""
+    def difference_interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the paired difference from the unquantized model."""
         half = self.half_difference
-        return self.difference is not None and half is not None and self.difference <= half
+        if self.difference is None or half is None:
+            return None
+        return self.difference - half, self.difference + half
+
+
+def worst(row: Compared) -> float:
+    """The upper end of the 95% interval of a row's difference, in nats per token; infinity where there is none."""
+    interval = row.difference_interval
+    return math.inf if interval is None or math.isnan(interval[1]) else interval[1]
 
 
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
@@ -101,8 +109,8 @@ COLUMNS = (
 LOSSES = ("MB", "perplexity", "loss change", "KL")
 COSTS = ("layers", "bits/param", "tokens/s", "speedup", "peak MB")
 NARROW = 28
-#: What stands between a change of a configuration and its first reason.
-BECAUSE = ", because "
+#: By how many percent a configuration's perplexity may be known to be higher at most, where it is to be called best.
+TOLERANCE = 1.0
 #: What stands between a change of a configuration and its first reason.
 BECAUSE = ", because "
 
@@ -111,23 +119,27 @@ BECAUSE = ", because "
 class Comparison:
     """Configurations of a model side by side; the first row is the model as it is.
 
-    conditions: what all numbers hold for: text, windows, device, versions, methods.
+    conditions: what all numbers hold for: text, windows, device, versions, methods. tolerance: see `choice`.
     """
 
     model: str
     rows: tuple[Compared, ...]
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `ao-lab compare --json` prints them."""
+        """Plain values, as `ao-lab compare --json` prints them; of each 95% interval its two ends."""
         rows = [
             {
                 **asdict(row), "perplexity": row.perplexity, "perplexity_95": row.interval,
-                "difference_95": row.half_difference,
+                "difference_95": row.difference_interval,
             }
             for row in self.rows
         ]  # fmt: skip
-        return {"model": self.model, "conditions": dict(self.conditions), "rows": rows, "best": self.best}
+        found, why = self.choice
+        best = {"name": None if found is None else found.name, "reason": why}
+        told = {"model": self.model, "conditions": dict(self.conditions), "tolerance": self.tolerance}
+        return {**told, "rows": rows, "best": best}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Comparison:
@@ -135,7 +147,7 @@ class Comparison:
         try:
             told = dict(given["conditions"])
             rows = tuple(_row_of({"windows": told.get("windows"), **row}) for row in given["rows"])
-            return cls(given["model"], rows, told)
+            return cls(given["model"], rows, told, float(given.get("tolerance", TOLERANCE)))
         except (KeyError, TypeError) as error:
             raise WrongInput(f"this is no comparison as Comparison.to_dict gives it: {error}") from error
 
@@ -186,30 +198,41 @@ class Comparison:
         return "\n\n".join([f"# {self.model}: configurations compared", table, *self.notes, ""])
 
     @property
-    def best(self) -> str:
-        """Which configuration is best as far as the measurement tells, in one line; "" where none was measured.
+    def choice(self) -> tuple[Compared | None, str]:
+        """The row that is best as far as the measurement tells, and why; None, and why none is. (None, "") without rows.
 
-        It is the smallest of those whose loss is not above the unquantized model's beyond the 95% interval of the paired
-        difference; where there is none, that of the least loss. Of fewer than `ENOUGH` windows none is named.
+        It is the smallest of those whose perplexity is higher than the unquantized model's by at most `tolerance` percent at
+        the upper end of the 95% interval of the paired difference, so that a wide interval is no merit; where there is none,
+        that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named.
         """
-        rows = [one for one in self.rows[1:] if one.difference is not None and math.isfinite(one.difference)]
-        if not rows:
-            return ""
-        windows = min(one.windows or 0 for one in rows)
+        known = [one for one in self.rows[1:] if math.isfinite(worst(one))]
+        windows = min((one.windows or 0 for one in self.rows[1:] if one.difference is not None), default=None)
+        if windows is None:
+            return None, ""
         if windows < ENOUGH:
-            return (
-                f"Best: {windows} window{'s' * (windows != 1)} cannot tell; measure {ENOUGH} or more (a longer text, --limit, "
-                "or a shorter --length)."
+            return None, (
+                f"{windows} window{'s' * (windows != 1)} cannot tell; measure {ENOUGH} or more (a longer text, --limit, or a "
+                "shorter --length)"
             )
-        within = [one for one in rows if one.within_noise]
-        if within:
-            found = min(within, key=lambda one: one.bytes or math.inf)
-            why = "the smallest whose loss is within noise of the unquantized model's"
-        else:
-            found = min(rows, key=lambda one: one.difference or 0.0)
-            why = "all lose more than noise; this one loses least"
+        bound = f"{self.tolerance:g}% of perplexity"
+        if within := [one for one in known if worst(one) <= math.log1p(self.tolerance / 100)]:
+            found = min(within, key=lambda one: (one.bytes or math.inf, worst(one)))
+            return found, f"the smallest that surely loses no more than {bound}"
+        if not known:
+            return None, "no loss is finite"
+        return min(known, key=worst), f"none surely loses no more than {bound}; this one loses least for sure"
+
+    @property
+    def best(self) -> str:
+        """`choice` as a line, with the bound of its loss; "" where nothing was measured."""
+        found, why = self.choice
+        if found is None:
+            return f"Best: {why}." if why else ""
         loss = rounded(found.difference, found.half_difference, sign=True)
-        return f"Best: {found.name} ({why}): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token."
+        return (
+            f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, at most "
+            f"{worst(found):+.2g}."
+        )
 
     @property
     def notes(self) -> list[str]:
