@@ -77,9 +77,13 @@ def run_experiments(
             if real is None:
                 raise
             raise WrongInput(str(error)) from error
-    show_written("Reproduced", written, as_json)
-    if real is not None and not as_json:
-        show_findings(names, real.models, folders)
+    if as_json:
+        found = {} if real is None else told_of(names, real.models, folders)
+        print_json({"written": [{"what": what, "where": where} for what, where in written], **found})
+    else:
+        show_written("Reproduced", written, False)
+        if real is not None:
+            show_findings(names, real.models, folders)
     if LOST:
         say(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
@@ -496,17 +500,31 @@ def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) 
 
 
 def show_findings(names: Sequence[str], models: Sequence[str], folders: Paths) -> None:
-    """What the pages of experiments say first of these models, and where the rest is."""
-    from experiments.harness.rows import read
+    """What the pages of experiments say first of these models, what was not measured, and where the rest is."""
+    found = told_of(names, models, folders)
+    for line in (*found["findings"], *found["not_measured"]):
+        console().print(line, markup=False)
+    for name in names:
+        say(f"all tables and figures: {folders.reports / f'{name}.html'}")
+
+
+def told_of(names: Sequence[str], models: Sequence[str], folders: Paths) -> dict[str, list[Any]]:
+    """Of these models all rows of the experiments, as plain values, the findings, and what was not measured, and why."""
+    from experiments.harness.rows import read, table_parts
     from experiments.models.causal_lm import real_model
+    from experiments.report.results import Results, failures
 
     titles = [real_model(given, folders.cache).name for given in models]
+    told: dict[str, list[Any]] = {"findings": [], "not_measured": [], "rows": []}
     for name in names:
-        found = EXPERIMENTS[name].page_module().findings(list(read(folders.rows(name))))
-        for line in found:
-            if any(title in line for title in titles):
-                console().print(line)
-        say(f"all tables and figures: {folders.reports / f'{name}.html'}")
+        every = list(read(folders.rows(name)))
+        found = EXPERIMENTS[name].page_module().findings(every)
+        told["findings"] += [line for line in found if any(title in line for title in titles)]
+        for title in titles:
+            rows = [row for row in every if table_parts(row.table)[0].split(" ")[-1] == title]
+            told["not_measured"] += [f"{title}: {line.replace('**', '')}" for line in failures(Results(rows))]
+            told["rows"] += [asdict(row) for row in rows]
+    return told
 
 
 def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,26 +20,48 @@ from experiments.harness.measuring import Values
 SHORT = 16
 #: Tokens of the call before the timed one.
 WARM = 4
+#: Timed calls of each model.
+ROUNDS = 3
+#: Metrics beside "tokens/s" of a model that was timed in turn with the dense one.
+DENSE, SPEEDUP = "tokens/s of the dense model in turn", "speedup of generate()"
+LEAST, LARGEST = f"{SPEEDUP}, lowest", f"{SPEEDUP}, highest"
 #: Examples of a task of lm-evaluation-harness (None: all), by scale.
 EXAMPLES = {"quick": 20, "full": None}
 
 
-def generation(model: nn.Module, prompt: Tensor, new: int) -> Values:
-    """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second, and peak memory (`Peak`),
-    on a CPU of models of 100 MB and more in bfloat16 (`tells_peak`).
+def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> Values:
+    """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second beside the dense model's, and
+    peak memory (`Peak`), on a CPU of models of 100 MB and more in bfloat16 (`tells_peak`).
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
-    fewer or more. The second of two calls is timed and its memory taken; the first is of few tokens and warms up.
+    fewer or more. base: the dense model (it may be the same), timed in turn with this one. A call of few tokens warms each up,
+    one is measured for its memory, and ROUNDS of each are timed: medians, and of the rounds' ratios also the ends.
     """
     device = next(model.parameters()).device
     ids, peak = prompt[:, :SHORT].to(device), Peak(device)
-    by_transformers(model, ids, min(new, WARM))
+    both = [model] if model is base else [base, model]
+    for one in both:
+        by_transformers(one, ids, min(new, WARM))
     peak.begin()
-    seconds, _ = by_transformers(model, ids, new)
-    found: Values = {"tokens/s": (new / seconds, "1/s")}
+    by_transformers(model, ids, new)
+    over = peak.over()
+    found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
     dense = 2 * sum(one.numel() for one in model.parameters())
-    over = peak.over() if tells_peak(device, dense) else None
-    return found if over is None else {**found, "memory of generating, over the weights": (over, "byte")}
+    if over is None or not tells_peak(device, dense):
+        return found
+    return {**found, "memory of generating, over the weights": (over, "byte")}
+
+
+def in_turn(rounds: Sequence[Sequence[float]], new: int) -> Values:
+    """Speeds of rounds in each of which the dense model was timed first and then the other, where it is another."""
+    base, own = (median(one[at] for one in rounds) for at in (0, -1))
+    found: Values = {"tokens/s": (new / own, "1/s")}
+    if len(rounds[0]) < 2:
+        return found
+    ratios = [one[0] / one[-1] for one in rounds]
+    names = (SPEEDUP, LEAST, LARGEST)
+    told = zip(names, (median(ratios), min(ratios), max(ratios)), strict=True)
+    return {**found, DENSE: (new / base, "1/s"), **{name: (value, "ratio") for name, value in told}}
 
 
 @lru_cache(maxsize=8)

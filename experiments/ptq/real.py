@@ -148,7 +148,7 @@ def served(settings: Settings, bench: AnyBench, task: Task, model: nn.Module) ->
     found: Values = {}
     if settings.scale == "full" or task.method in (BASE, *SPEED, *settings.only):
         prompt = bench.windows[0].ids[:1, : bench.windows[0].ids.shape[1] // 2]
-        found |= generation(model, prompt, NEW_TOKENS[settings.scale])
+        found |= generation(model, prompt, NEW_TOKENS[settings.scale], bench.base)
     return {**found, **harness_values(settings, bench.model, model)}
 
 

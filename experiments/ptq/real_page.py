@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from ao_lab.measure.intervals import is_noise
+from ao_lab.measure.times import NOISY, SPREAD
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
+from experiments.models.serving import DENSE, LARGEST, LEAST, SPEEDUP
 from experiments.report.content import Card, Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import (
@@ -84,7 +86,8 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 
 
 def serving(run: RealRun) -> Table:
-    """Speed of generating, and its peak memory: that of the model, and what generating took beyond."""
+    """Speed of generating, beside the dense model's in turn, and its peak memory: that of the model, and what generating took
+    beyond."""
     lines = []
     for setting, method in run.measured():
         speed, memory, size = (
@@ -94,11 +97,24 @@ def serving(run: RealRun) -> Table:
         if speed is not None:
             peak = None if memory is None or size is None else size + memory
             cells = [number(one, 1, 1e-6) for one in (size, memory, peak)]
-            lines.append([method, setting, number(speed, 1), *cells])
-    columns = ["scheme", "setting", "tokens/s", "size (MB)", "memory over it (MB)", "peak memory (MB)"]
-    return Table(
-        f"{run.model}: transformers' generate(), batch 1, not compiled", columns, lines, run.whole.rows
+            dense = number(run.whole.value(setting, method, DENSE), 1)
+            lines.append([method, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
+    columns = ["scheme", "setting", "tokens/s", "dense in turn (tokens/s)", "speedup"]
+    columns += ["size (MB)", "memory over it (MB)", "peak memory (MB)"]
+    caption = (
+        f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
+        f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare"
     )
+    return Table(caption, columns, lines, run.whole.rows)
+
+
+def speedup(run: RealRun, setting: str, method: str) -> str:
+    """How much faster than the dense model in turn, and whether its rounds disagree; "" where it was timed alone."""
+    found = [run.whole.value(setting, method, metric) for metric in (SPEEDUP, LEAST, LARGEST)]
+    middle, low, high = found
+    if middle is None or low is None or high is None:
+        return ""
+    return f"{middle:.2f}x{NOISY * (high > SPREAD * low)}"
 
 
 def drawing(run: RealRun) -> Drawing | None:

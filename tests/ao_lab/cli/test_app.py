@@ -241,7 +241,7 @@ def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
     wrote = [f"ao-lab: reproduce writes to {folder}" for folder in (ROOT / "reports", tmp_path / "r")]
     assert said == [wrote[0], "progress", wrote[1], "progress"]
     made = printed_json(capsys, "reproduce", "formats")
-    assert made == [{"what": "ptq: 12 rows", "where": "reports/data/ptq.csv"}]
+    assert made == {"written": [{"what": "ptq: 12 rows", "where": "reports/data/ptq.csv"}]}
 
 
 def test_reproduce_fails_clearly(monkeypatch, capsys):

@@ -66,9 +66,17 @@ def test_an_unknown_task_is_refused(prepared, tmp_path):
 
 def test_memory_of_generating_is_measured_on_a_cpu_too_of_models_that_are_large_enough(tmp_path, monkeypatch):
     model = causal_lm.load(of_folder(save_lm(tmp_path / "model")), "cpu")
-    found = serving.generation(model, torch.zeros(1, 16, dtype=torch.int64), 6)
+    found = serving.generation(model, torch.zeros(1, 16, dtype=torch.int64), 6, model)
     assert found["tokens/s"][0] > 0
     assert list(found) == ["tokens/s"]
     monkeypatch.setattr("ao_lab.measure.memory.LEAST_TOLD", 1)
-    found = serving.generation(model, torch.zeros(1, 16, dtype=torch.int64), 6)
+    found = serving.generation(model, torch.zeros(1, 16, dtype=torch.int64), 6, model)
     assert 0 <= found["memory of generating, over the weights"][0] < 1 << 28
+
+
+def test_speeds_are_medians_of_rounds_in_turn_with_the_dense_model():
+    found = serving.in_turn([[4.0, 2.0], [8.0, 2.0], [6.0, 1.0]], 8)
+    assert found["tokens/s"] == (4.0, "1/s")
+    assert found[serving.DENSE] == (pytest.approx(8 / 6), "1/s")
+    assert [found[one][0] for one in (serving.SPEEDUP, serving.LEAST, serving.LARGEST)] == [4.0, 2.0, 6.0]
+    assert list(serving.in_turn([[2.0]], 8)) == ["tokens/s"]

@@ -95,6 +95,8 @@ def test_sizes_are_those_of_the_formats(reproduced):
     assert four["bits per weight"] == 4.25
     assert four["size"] == count * 4.25 / 8 + 2 * rest
     assert four["tokens/s"] > 0
+    assert four[serving.LEAST] <= four[serving.SPEEDUP] <= four[serving.LARGEST]
+    assert serving.DENSE not in base
 
 
 def test_a_run_stopped_before_its_first_scheme_has_a_page(reproduced):
@@ -112,7 +114,11 @@ def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, c
     monkeypatch.setattr("experiments.ptq.real.any_bench_of", lambda *_: pytest.fail("measured again"))
     capsys.readouterr()
     assert main(command(folder, place)) == 0
-    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+    told = json.loads(capsys.readouterr().out)
+    assert "0 of them measured now" in told["written"][0]["what"]
+    assert {row["method"] for row in told["rows"]} == {"bfloat16", "file", *SCHEMES}
+    assert told["findings"]
+    assert told["not_measured"] == []
 
 
 @pytest.mark.parametrize(
