@@ -1,4 +1,4 @@
-"""Pages of the site on measured results: what each report finds and which tables it has, so that the site's search knows them.
+"""Pages of the site on measured results: what each report finds, its first table and the names of all, which the search finds.
 
 They are made of ``reports/*.md``. Figures and tables themselves stand in the report's own page, which the site has a copy of.
 """
@@ -54,15 +54,27 @@ MORE = {
 
 
 def page(name: str, text: str) -> str:
-    """What one report finds, and its sections with the names of their tables."""
+    """What one report finds, its first table, and its sections with the names of their tables."""
     title, *lines = text.splitlines()
-    kept = [title, "", f"[Figures and tables]({UP}/{name}.md)", ""]
+    kept = [title, "", f"[Figures and tables]({UP}/{name}.md)", "", *first_table(lines)]
     for line in lines:
         if line.startswith(("- ", "## ")):
             kept += ["", plain(line), ""] if line.startswith("## ") else [plain(line)]
         elif summary := SUMMARY.search(line) or LONGER.match(line):
             kept.append(f"- Table: {plain(summary[1])}")
     return "\n".join(kept) + "\n"
+
+
+def first_table(lines: list[str]) -> list[str]:
+    """The first table of a report, its section and title before it; nothing of a report whose tables are elsewhere."""
+    place = next((at for at, line in enumerate(lines) if SUMMARY.search(line)), None)
+    if place is None:
+        return []
+    section = next((line[3:] for line in reversed(lines[:place]) if line.startswith("## ")), "")
+    end = next((at for at, line in enumerate(lines) if at > place and line.startswith("</details>")), place)
+    rows = [plain(line) for line in lines[place:end] if line.startswith("|")]
+    title = SUMMARY.search(lines[place])
+    return [f"**{plain(section)}: {plain(title[1]) if title else ''}**", "", *rows, ""] if rows else []
 
 
 def plain(line: str) -> str:

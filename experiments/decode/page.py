@@ -404,7 +404,17 @@ def verdict(results: Results) -> list[str]:
 
 def speed_table(results: Results, exact: bool) -> Table:
     """A line per configuration: speed and its spread, beside the published."""
-    columns = ["weights", "by", "tokens/s", "lowest", "highest", "ms per token", "20%", "80%", "GB/s"]
+    columns = [
+        "weights",
+        "by",
+        "tokens/s",
+        "lowest",
+        "highest",
+        "ms per token",
+        "20% (ms)",
+        "80% (ms)",
+        "GB/s",
+    ]
     columns += ["over bfloat16", "bfloat16 before", "after", "over the fastest"]
     columns += [f"published tokens/s ({HARDWARE})", "published over bfloat16"] if exact else []
     metrics = (

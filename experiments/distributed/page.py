@@ -60,7 +60,7 @@ COLUMNS = [
     "commit",
 ]
 TIMES = {
-    "time": ("ms", 3), "time, 20%": ("20%", 3), "time, 80%": ("80%", 3), "speed over bfloat16": ("over bfloat16", 2),
+    "time": ("ms", 3), "time, 20%": ("20% (ms)", 3), "time, 80%": ("80% (ms)", 3), "speed over bfloat16": ("over bfloat16", 2),
     "speed over bfloat16 all-gather": ("over bfloat16 gathered", 2), "all-gather": ("gathered (MB)", 1),
     "reduce-scatter": ("reduced (MB)", 1), "sent by a rank": ("sent (MB)", 1), "weights of a rank": ("weights (MB)", 1),
 }  # fmt: skip

@@ -153,8 +153,8 @@ def source_of(one: Published) -> str:
 
 LINEAR: Columns = {
     "time": ("ms", 3, 1.0),
-    "time, 20%": ("20%", 3, 1.0),
-    "time, 80%": ("80%", 3, 1.0),
+    "time, 20%": ("20% (ms)", 3, 1.0),
+    "time, 80%": ("80% (ms)", 3, 1.0),
     "time over bfloat16": ("over bfloat16", 3, 1.0),
     "time after a pause": ("after a pause (ms)", 3, 1.0),
     "fraction of the floor": ("share of the roofline bound", 3, 1.0),
@@ -165,8 +165,8 @@ LINEAR: Columns = {
 }
 BLOCKS: Columns = {
     "time": ("ms", 2, 1.0),
-    "time, 20%": ("20%", 2, 1.0),
-    "time, 80%": ("80%", 2, 1.0),
+    "time, 20%": ("20% (ms)", 2, 1.0),
+    "time, 80%": ("80% (ms)", 2, 1.0),
     "tokens/s": ("tokens/s", 0, 1.0),
     "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
     "peak memory": ("peak (GB)", 3, 1.0),
@@ -175,8 +175,8 @@ BLOCKS: Columns = {
 }
 FSDP: Columns = {
     "time": ("ms", 2, 1.0),
-    "time, 20%": ("20%", 2, 1.0),
-    "time, 80%": ("80%", 2, 1.0),
+    "time, 20%": ("20% (ms)", 2, 1.0),
+    "time, 80%": ("80% (ms)", 2, 1.0),
     "tokens/s": ("tokens/s of a rank", 0, 1.0),
     "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
     "speed over bfloat16 all-gather": ("over bfloat16 all-gather", 3, 1.0),

@@ -103,7 +103,7 @@ STAND_IN = (
     "**A proxy model**: one tiny layer on a CPU, whose times mean nothing; a check that all of it runs.",
 )
 COLUMNS = {
-    TIME: ("ms", 3), f"{TIME}, 20%": ("20%", 3), f"{TIME}, 80%": ("80%", 3), SPEED: ("over bfloat16", 2),
+    TIME: ("ms", 3), f"{TIME}, 20%": ("20% (ms)", 3), f"{TIME}, 80%": ("80% (ms)", 3), SPEED: ("over bfloat16", 2),
     RATE: ("tokens/s", 1), WARM: ("warm-up (s)", 1), CHANGE: ("change of logits", 3),
     COMPILED_CHANGE: ("by compiling", 3),
 }  # fmt: skip

@@ -68,6 +68,13 @@ def commit(root: Path = ROOT) -> str:
 
 
 @cache
+def subject(name: str, root: Path = ROOT) -> str:
+    """The first line of a commit's message; empty where the commit is not known here."""
+    base = name.removesuffix(DIRTY)
+    return (printed("git", "log", "-1", "--format=%s", base, "--", root=root) or "").strip() if base else ""
+
+
+@cache
 def state(root: Path = ROOT) -> str:
     """What names the code in a cache: the commit of a clone without changes, else its name with a digest of all code."""
     name = commit(root)

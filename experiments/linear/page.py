@@ -61,7 +61,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """Targets and slow rows of every GPU; errors at quick scale."""
     rows, words, timed = current(rows), [], False
     for part in PARTS:
-        for where, results in by_run(rows, part).items():
+        for where, results in ordered_runs(rows, part).items():
             said = targets_words(part, where, results) if where.device != "cpu" else []
             timed, words = timed or where.device != "cpu", [*words, *said]
         words += slow_words(part, rows)
@@ -132,7 +132,7 @@ def targets_words(part: str, where: Where, results: Results) -> list[str]:
 def slow_words(part: str, rows: Sequence[Row]) -> list[str]:
     """Of each GPU the fewest tokens at which a method is slower than bfloat16, at any shape, by that number."""
     firsts: dict[str, dict[str, int]] = {}
-    for where, results in by_run(rows, part).items():
+    for where, results in ordered_runs(rows, part).items():
         if where.device != "cpu":
             mine = firsts.setdefault(where.device, {})
             for method, at in slow_rows(results):
@@ -177,13 +177,18 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return [
         (outputs_section if is_untimed(where) else times_section)(part, where, results)
         for part in PARTS
-        for where, results in sorted(by_run(rows, part).items(), key=lambda one: place(one[0]))
+        for where, results in ordered_runs(rows, part).items()
     ]
 
 
-def place(where: Where) -> tuple[bool, ...]:
-    """What comes first on the page."""
-    return is_untimed(where), DEVICE not in where.device, not where.data.endswith(SHAPE)
+def ordered_runs(rows: Sequence[Row], part: str) -> dict[Where, Results]:
+    """Of a part, those of the GPU and the shape whose times are targets first, outputs alone last."""
+
+    def place(where: Where) -> tuple[bool, ...]:
+        return is_untimed(where), DEVICE not in where.device, not where.data.endswith(SHAPE)
+
+    found = by_run(rows, part)
+    return {where: found[where] for where in sorted(found, key=place)}
 
 
 def is_untimed(where: Where) -> bool:
@@ -299,8 +304,8 @@ NOTES = {TORCHAO: [COMPARED], EXPERTS: [GROUPED]}
 #: Of a metric: the column, digits.
 COLUMNS = {
     TIME: ("us", 1),
-    f"{TIME}, 20%": ("20%", 1),
-    f"{TIME}, 80%": ("80%", 1),
+    f"{TIME}, 20%": ("20% (us)", 1),
+    f"{TIME}, 80%": ("80% (us)", 1),
     SPEED: ("speed over bfloat16", 2),
     FLOOR: ("share of the roofline bound", 2),
     HOST: ("host (us)", 1),

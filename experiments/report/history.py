@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths
+from experiments.harness.revision import subject
 from experiments.harness.rows import Key, Row
 from experiments.report.content import Table
 from experiments.report.scoreboard import better, short
@@ -28,6 +30,8 @@ NOISE_POINTS = 0.1
 UNCHANGED = "unchanged"
 #: The least change that fills the height of a picture: of a value a share of it, of a difference or a share itself points.
 LEAST_SHARE, LEAST_POINTS = 0.25, 5.0
+#: Characters of a commit with the first line of its message.
+WORDS = 90
 #: Units of differences and shares, whose change in percent says nothing.
 DIFFERENCES = ("%", "points")
 
@@ -41,13 +45,21 @@ class History:
 
     @property
     def table(self) -> Table:
-        """Day, commit, value and its change from the one before; the newest first."""
+        """Day, commit with the first line of its message, value and its change from the one before; the newest first."""
         lines = []
         for place, row in enumerate(self.rows):
             change = changed(self.rows[place - 1], row) if place else ""
-            lines.append([row.date[:10], row.commit, worded(row), change])
-        columns = ["measured", "commit", f"{self.rows[-1].metric} ({self.direction})", "since the line below"]
+            told = shorten(f"{row.commit} {subject(row.commit)}", WORDS, placeholder=" ...")
+            lines.append([row.date[:10], told, worded(row), change])
+        columns = ["measured", "commit", self.measures, "since the line below"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
+
+    @property
+    def measures(self) -> str:
+        """What its values are, in which unit where that is one of differences and shares, and which direction is better."""
+        last = self.rows[-1]
+        unit = f"{last.unit}, " if last.unit in DIFFERENCES else ""
+        return f"{last.metric.replace('gap, ', 'gap of ')} ({unit}{self.direction})"
 
     @property
     def direction(self) -> str:

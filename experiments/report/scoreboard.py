@@ -102,7 +102,7 @@ class Scoreboard:
         scores = [one for one in self.values if is_accuracy(one)]
         words = (
             f"{measured_of(self.values)} of {len(self.values)} published values are compared with one measured here (same "
-            f"model, method and metric; devices may differ){self.largest}"
+            f"model or random weights of its shapes, method and metric; devices may differ){self.largest}"
         )
         known = measured_of(scores)
         if not scores:

@@ -324,8 +324,8 @@ def ratios_of(kind: str, setting: str, results: Results) -> dict[str, float]:
 
 TIMES: Columns = {
     "time": ("ms", 3, 1.0),
-    "time, 20%": ("20%", 3, 1.0),
-    "time, 80%": ("80%", 3, 1.0),
+    "time, 20%": ("20% (ms)", 3, 1.0),
+    "time, 80%": ("80% (ms)", 3, 1.0),
     "speed over dense": ("speed over dense", 3, 1.0),
     "images/s": ("images/s", 2, 1.0),
     "peak memory": ("peak (GB)", 3, 1.0),

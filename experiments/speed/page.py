@@ -120,7 +120,16 @@ def ratio_table(results: Results) -> Table:
                     verdict(target_of(results, setting, method), missing),
                 ]
             )
-    columns = ["ours", "baseline", "ratio", "20%", "80%", "target", "ours (ms)", "baseline (ms)"]
+    columns = [
+        "ours",
+        "baseline",
+        "ratio",
+        "ratio, 20%",
+        "ratio, 80%",
+        "target",
+        "ours (ms)",
+        "baseline (ms)",
+    ]
     columns += ["threads", "ours: cores busy", "baseline: cores busy", "target met"]
     return Table("Ratios to baselines", columns, lines, results.rows)
 
@@ -143,5 +152,5 @@ def import_table(results: Results) -> Table:
             )
             reached = verdict(target_of(results, setting, method), ())
             lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, target)), reached])
-    columns = ["package", "beyond", "median (ms)", "20%", "80%", "target", "target met"]
+    columns = ["package", "beyond", "median (ms)", "20% (ms)", "80% (ms)", "target", "target met"]
     return Table("Import times", columns, lines, results.rows)

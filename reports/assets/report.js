@@ -1,5 +1,6 @@
 // Tables become sortable when they are first opened, and what is shown can be limited to a device, a model or shape, and to lines
-// that hold a text. Without scripts everything is shown, plainly. Pages are read from disk: no module, no fetch.
+// that hold words, with the title of their table and its heading; the address keeps it. Without scripts everything is shown,
+// plainly. Pages are read from disk: no module, no fetch.
 "use strict";
 (() => {
   const VALUE = /^\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?$/;
@@ -59,11 +60,25 @@
       layout: {topStart: "search", topEnd: "pageLength", bottomStart: "info", bottomEnd: "paging"}}));
   };
 
-  // The filter: selects of attributes of sections and tables, selects of a column's cells, a text of lines.
+  // The filter: selects of attributes of sections and tables, selects of a column's cells, words of lines. A number is a whole one.
   const form = document.querySelector("form.filter");
-  const state = {device: "", subject: "", text: "", columns: new Map()};
+  const state = {device: "", subject: "", words: [], columns: new Map()};
+  const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => /^\d+(\.\d+)?$/.test(word)
+    ? (read) => new RegExp(`(?<![\\w.])${word.replace(".", "\\.")}(?!\\w|\\.\\d)`).test(read) : (read) => read.includes(word));
+  const around = new WeakMap();
+  // What stands around the lines of a table, or around a link to one: its title, and the heading of the section.
+  const context = (element) => {
+    if (!around.has(element)) {
+      const section = element.closest("section"), heading = section && section.querySelector("h2");
+      const title = element.matches("details") ? element.querySelector(":scope > summary") : element;
+      const told = [...title.childNodes].filter((one) => one.nodeName !== "SMALL").map((one) => one.textContent);
+      around.set(element, [heading ? heading.textContent : "", ...told].join(" ").toLowerCase());
+    }
+    return around.get(element);
+  };
   const holds = (row, table) => {
-    if (state.text && !row.textContent.toLowerCase().includes(state.text)) return false;
+    const read = state.words.length ? `${context(table.closest("details.table"))} ${row.textContent.toLowerCase()}` : "";
+    if (!state.words.every((word) => word(read))) return false;
     const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
     return [...state.columns].every(([name, value]) => (row.cells[names.indexOf(name)] || {}).textContent === value);
   };
@@ -76,17 +91,38 @@
     for (const row of all("tbody tr", table)) { row.hidden = !holds(row, table); count += !row.hidden; }
     return count;
   };
+  const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
   const apply = () => {
-    let lines = 0, tables = 0;
+    const narrow = state.words.length > 0 || state.columns.size > 0, found = [];
+    let lines = 0, elsewhere = 0;
     for (const element of all("[data-device], [data-subject]")) element.hidden = !fits(element);
     for (const details of all("details.table")) {
-      const table = details.querySelector("table.data");
-      if (!table || !fits(details)) continue;
+      const table = details.querySelector("table.data"), section = details.closest("section");
+      if (!table || !fits(details) || (section && !fits(section))) continue;
       const count = shownRows(table);
       details.hidden = count === 0;
-      if (count) { lines += count; tables += 1; }
+      if (count) { lines += count; found.push(details); }
     }
-    if (form) form.querySelector("output").textContent = `${lines} lines in ${tables} tables`;
+    // Of a table on a page of its own title and heading are known here, and no line: words of titles must be in them.
+    const links = all("a.elsewhere").map((link) => link.parentElement);
+    const titles = state.words.filter((word) => [...all("details.table"), ...links].some((one) => word(context(one))));
+    for (const place of links) {
+      place.hidden = !fits(place) || !titles.every((word) => word(context(place)));
+      elsewhere += !place.hidden && fits(place.closest("section"));
+    }
+    for (const section of all("section")) {
+      const left = all("details.table", section).some((one) => !one.hidden);
+      for (const figure of all("figure", section)) figure.hidden = narrow && !left;
+      section.hidden = !fits(section) || (narrow && !left && all("p:has(> a.elsewhere)", section).every((one) => one.hidden));
+    }
+    if (narrow && found.length === 1) found[0].open = true;
+    const more = elsewhere ? `; ${counted(elsewhere, "table")} on pages of their own, not searched here` : "";
+    if (form) form.querySelector("output").textContent = `${counted(lines, "line")} in ${counted(found.length, "table")}${more}`;
+  };
+  // Some browsers keep the address of a page that is read from disk as it is.
+  const keep = (told) => {
+    const search = told.toString();
+    try { history.replaceState(null, "", `${location.pathname}${search && "?"}${search}${location.hash}`); } catch { return; }
   };
   const read = () => {
     state.columns.clear();
@@ -94,11 +130,13 @@
     for (const field of form.elements) {
       if (!field.name) continue;
       if (field.dataset.column && field.value) state.columns.set(field.dataset.column, field.value);
-      else if (!field.dataset.column) state[field.name] = field.name === "text" ? field.value.trim().toLowerCase() : field.value;
+      else if (field.name === "text") state.words = wordsOf(field.value);
+      else if (!field.dataset.column) state[field.name] = field.value;
       if (field.value) told.set(field.name, field.value);
     }
     // Links to the tables of other pages carry the filter.
     for (const link of all("a.elsewhere")) link.search = told.toString();
+    keep(told);
     apply();
   };
   if (form) {

@@ -108,13 +108,17 @@ def test_reports_are_pages_of_the_site_and_are_found():
     assert "](../../../reports/limits.md)" in pages["index.md"]
     assert all(word in pages["linear.md"] for word in ("int4", "16 tokens", "H200"))
     assert "<details" not in pages["linear.md"]
+    head = pages["linear.md"].partition("\n## ")[0]
+    assert "| int4 g128 |" in head
+    assert "speed over bfloat16" in head
 
 
 def test_copies_of_reports_lead_back_to_the_site_and_search_it():
     found = generate.with_header("<head></head>\n<body>\n<nav></nav>")
     assert found.startswith('<head></head>\n<body>\n<header class="site"><a href="../index.html">ao_lab</a>')
     assert '<form action="../search.html"><input name="q"' in found
-    written = {f"generated/results/{name}" for name in results.pages()} | {"generated/api/index.md"}
+    made = {f"generated/{name}/index.md" for name in ("api", "examples")}
+    written = {f"generated/results/{name}" for name in results.pages()} | made
     gone = [
         name
         for name in generate.HEADER

@@ -85,6 +85,7 @@ def first_page(tmp_path):
         question="How?",
         main_finding="so",
         counted="",
+        headlines=[],
         runs=["short run on CPU"],
         days="2026-11-29",
     )

@@ -119,7 +119,7 @@ def test_the_count_is_of_the_lines():
     )
     assert board.counted == (
         "No published accuracy is measured here yet (0 of 1); 1 of 3 published values are compared with one measured here "
-        "(same model, method and metric; devices may differ)"
+        "(same model or random weights of its shapes, method and metric; devices may differ)"
     )
     many = [
         replace(published("time", 1.0, 2.0), model=f"{name} {size}")
