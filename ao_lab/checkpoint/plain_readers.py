@@ -252,8 +252,8 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     scheme = t.recipe.activation
     if scheme is not None:
         notes.append(
-            "inputs: read with CompressedTensorsConfig(dequantize=True), transformers leaves them unquantized, and computes "
-            "another model"
+            "inputs: load it without CompressedTensorsConfig(dequantize=True): with it transformers does not round inputs, and "
+            "results differ"
         )
     return notes
 

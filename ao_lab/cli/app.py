@@ -216,7 +216,8 @@ def quantize(
     # Before what takes seconds to import.
     check_new_folder(out_dir)
     kept = f"nothing was written to {out_dir}"
-    with work("quantize", kept, as_json, resume), whole_or_nothing(out_dir):
+    calibrated = None if calibration is None else model_dir
+    with work("quantize", kept, as_json, resume, calibrated), whole_or_nothing(out_dir):
         from ao_lab.cli.calibration import Calibration
 
         where = device.value if device else None

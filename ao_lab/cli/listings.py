@@ -155,10 +155,12 @@ def print_values(record: Format) -> None:
 
 #: Names of configurations that a message gives at most.
 NAMED = 5
-#: Options of the command line's own: --config SCHEME, --activation, --sparsity.
-OWN_FLAGS = ("scheme", "activation_scheme", "sparsity")
+#: Those of schemes among them.
+NAMED_SCHEMES = 2
+#: Options of the command line's own: --activation, --sparsity.
+OWN_FLAGS = ("activation_scheme", "sparsity")
 #: Options that all configurations have; they come last.
-COMMON = ("kernel", "axis")
+COMMON = ("scheme", "kernel", "axis")
 #: Parameters that torchao's classes have, taken so that their calls run unchanged; nothing here depends on them.
 WITHOUT_EFFECT = ("set_inductor_config", "version", "int4_tile_packed_ntile", "use_triton_kernel", "alg_id")
 
@@ -179,8 +181,12 @@ def check_name(name: str) -> None:
     try:
         known(name, names, "config")
     except WrongInput as error:
-        fitting = ", ".join(fitting_configs(name)[:NAMED])
-        nearest = f"the nearest are {fitting}" if fitting else str(error).partition("; ")[2]
+        fitting = sorted(
+            fitting_configs(name), key=lambda one: (not one.lower().startswith(name.lower()), len(one))
+        )
+        schemes = [one for one in SCHEMES if one.startswith(name.lower())] if fitting else []
+        told = ", ".join([*fitting[: NAMED - NAMED_SCHEMES], *schemes[:NAMED_SCHEMES]])
+        nearest = f"the nearest are {told}" if fitting else str(error).partition("; ")[2]
         raise WrongInput(
             f"--config {name} is no configuration (ao-lab configs lists them) and no scheme (ao-lab schemes); {nearest}"
         ) from None
@@ -270,6 +276,7 @@ def values_of(kind: type[Config], option: str) -> str | None:
         )
     known = {
         "kernel": f"{', '.join(KERNELS)}: what multiplies; auto: the fastest that takes the layer",
+        "scheme": "a scheme's name (ao-lab schemes) in place of the one that the other options choose",
         "axis": "-1, 0, ...: the axis of the weight along which groups lie; null: its inputs",
         "group_size": "weights along the inputs that share a scale",
         "granularity": "PerTensor, PerRow, PerGroup(64), PerBlock(128, 128): weights that share a scale",

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,16 +272,19 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     try:
         return kind(**{**fixed, "activation_scheme": activation, **given})
     except (TypeError, ValueError) as error:
-        raise WrongInput(f"--config {name}: {error}") from error
+        raise WrongInput(f"--config {name}: {str(error).removeprefix(f'{kind.__name__}: ')}") from error
 
 
 def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
     """WrongInput, with the options that there are, for one that the configuration lacks."""
     known = [field.name for field in fields(kind) if field.init]
     if unknown := [option for option in given if option not in known]:
+        # A scheme that was named is none to be chosen.
+        there = [one for one in options_of(kind) if one != "scheme" or kind.__name__ == name]
+        near = get_close_matches(unknown[0], there, n=1)
         raise WrongInput(
-            f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(options_of(kind))} (ao-lab configs shows "
-            "their defaults)"
+            f"--config {name} has no option {', '.join(unknown)}; {f'the nearest is {near[0]}; ' if near else ''}it has "
+            f"{', '.join(there)} (ao-lab configs shows their defaults)"
         )
 
 

@@ -264,19 +264,42 @@ def empty(folder: Path) -> None:
 
 
 @contextmanager
-def work(name: str, kept: str, as_json: bool, resume: Path | None = None) -> Iterator[None]:
+def work(
+    name: str, kept: str, as_json: bool, resume: Path | None = None, calibrated: Path | None = None
+) -> Iterator[None]:
     """Lines about the command `name` (on a terminal too beside JSON, where there are no bars); where it is stopped, `kept`.
-    resume: the folder where it keeps blocks that are finished; how many there are is said first, and where it is stopped."""
+    resume: the folder where it keeps blocks that are finished; how many there are is said first, and where it is stopped.
+    calibrated: the folder of a model that is calibrated, which says how many blocks there are; without `resume` an option
+    that keeps them is named where it is stopped."""
+    blocks = None if calibrated is None else blocks_of(calibrated)
+    of = "" if blocks is None else f" of {blocks}"
+    hint = "" if calibrated is None or resume is not None else KEEPS
     if before := finished_blocks(resume):
-        say(f"resuming: {before} finished blocks in {resume}")
+        say(f"resuming: {before}{of} finished blocks in {resume}")
 
     def told() -> str:
         if done := finished_blocks(resume):
-            return f"{kept}; {done} finished blocks are in {resume}, the same command continues after them"
-        return f"{kept}; the same command starts again"
+            return (
+                f"{kept}; {done}{of} finished blocks are in {resume}, the same command continues after them"
+            )
+        return f"{kept}; the same command starts again{hint}"
 
     with when_stopped(told), lines(name, always=as_json):
         yield
+
+
+#: What a stopped calibration says that kept nothing.
+KEEPS = " from the beginning; with --resume FOLDER finished blocks are kept, and it continues after them"
+
+
+def blocks_of(model: Path) -> int | None:
+    """Transformer blocks of a model's folder, as its config.json counts them; None where it does not say."""
+    try:
+        fields = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    count = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
+    return count if isinstance(count, int) else None
 
 
 def finished_blocks(folder: Path | None) -> int:

@@ -171,7 +171,7 @@ def first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Report(ModelReport[Layer]):
-    """Every layer of a model that `quantize_` considered, in the order of its modules."""
+    """Every layer of a model that `quantize_` considered, in the order of its modules, before adapters and residuals."""
 
     #: What `use_kv_cache_` set, as text; "" where generate() has transformers' own cache.
     kv_cache: str = ""
@@ -252,8 +252,10 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
         )
     if any(layer.recipe for layer in layers):
         layers = [replace(one, reason=NOT_TRAINED) if one.reason == NOT_CALLED else one for one in layers]
+    beside = [one for one in layers if one.reason in BESIDE]
+    layers = [one for one in layers if one.reason not in BESIDE]
     return Report(
-        (*layers, *_others(model, reasons)),
+        (*layers, *_others(model, reasons), *beside),
         str(getattr(model, KV_CACHE, "")),
         str(getattr(model, ATTENTION, "")),
     )

@@ -528,7 +528,7 @@ def test_options_of_a_configuration_are_those_that_change_something(capsys, name
     assert "dequantize" in told["values"]["kernel"]
     assert told["values"]["axis"]
     assert list(options) == list(options_of(config_classes()[name]))
-    assert not {*WITHOUT_EFFECT, "scheme", "activation_scheme", "sparsity"} & set(options)
+    assert not {*WITHOUT_EFFECT, "activation_scheme", "sparsity"} & set(options)
     assert main(["configs", name]) == 0
     out = capsys.readouterr().out
     assert all(f" {option} " in out for option in options)
@@ -554,7 +554,7 @@ def test_defaults_are_what_the_command_takes(capsys):
         (["quantize", "{folder}", "{out}", "--config", "qqqq"], "`ao-lab configs` lists them"),
         (
             ["quantize", "{folder}", "{out}", "--config", "Int4WeightOnlyConfig", "--option", "x=1"],
-            "no option x; it has group_size, kernel, axis (ao-lab configs shows",
+            "no option x; it has group_size, scheme, kernel, axis (ao-lab configs shows",
         ),
         (
             ["quantize", "meta-llama/Llama-3.2-1B", "{out}", "--config", "mxfp4"],

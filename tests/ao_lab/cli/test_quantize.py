@@ -204,7 +204,14 @@ def test_wrong_input_is_one_line(capsys, folder, tmp_path, arguments, message):
     [
         (["--config", "int44"], "the nearest are int4", "HfConfig"),
         (["--config", "HfConfig"], "no configuration (ao-lab configs lists them) and no scheme", "__init__"),
-        (["--config", "Int4WeightOnlyConfig", "--option", "nope=3"], "it has group_size, kernel, axis", "__init__"),
+        (["--config", "Int4WeightOnlyConfig", "--option", "nope=3"], "it has group_size, scheme, kernel, axis", "__init__"),
+        (
+            ["--config", "Int4WeightOnlyConfig", "--option", "groupsize=32"],
+            "Int4WeightOnlyConfig has no option groupsize; the nearest is group_size; it has group_size, scheme, kernel, axis",
+            "SchemeConfig",
+        ),
+        (["--config", "int4"], "the nearest are Int4WeightOnlyConfig, ", "HfConfig"),
+        (["--config", "Int4WeightOnlyConfig group_size=0"], "--config Int4WeightOnlyConfig: group_size ", "ConfigConfig"),
         (["--config", "nf4", "--option", "nope=3"], "has no option nope; it has kernel, axis", "SchemeConfig"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "no format for nf4; give --layout ao_lab", "layout='ao_lab'"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "give --layout ao_lab", "--layout auto"),
@@ -367,7 +374,10 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
     # What readers' kernels do is in the model card, and here with -v.
     assert not any(line in shown for line in made["limits"])
     assert "README.md in the folder has notes" in shown
-    assert "transformers leaves them unquantized" in (tmp_path / "b" / "README.md").read_text()
+    assert (
+        "with it transformers does not round inputs, and results differ"
+        in (tmp_path / "b" / "README.md").read_text()
+    )
 
 
 def test_zero_points_by_name_and_their_limit(capsys, folder, tmp_path):

@@ -192,9 +192,9 @@ def test_a_reader_that_goes_away_takes_no_result_along(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def stopped(folder):
+def stopped(folder, model=None):
     """What a calibration that keeps blocks in a folder says when it is stopped."""
-    with terminal.work("quantize", "nothing was written to out", False, folder):
+    with terminal.work("quantize", "nothing was written to out", False, folder, model):
         raise KeyboardInterrupt
 
 
@@ -206,6 +206,15 @@ def test_a_stopped_calibration_says_which_blocks_are_kept(capsys, tmp_path):
     with pytest.raises(terminal.Stopped, match=r"1 finished blocks are in .*, the same command continues"):
         stopped(tmp_path)
     assert capsys.readouterr().err == f"ao-lab: resuming: 1 finished blocks in {tmp_path}\n"
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30}')
+    with pytest.raises(
+        terminal.Stopped, match=r"1 of 30 finished blocks are in .*, the same command continues"
+    ):
+        stopped(tmp_path, tmp_path)
+    with pytest.raises(
+        terminal.Stopped, match=r"starts again from the beginning; with --resume FOLDER finished"
+    ):
+        stopped(None, tmp_path)
 
 
 def test_the_innermost_work_is_told_of(capsys, often):

@@ -319,6 +319,13 @@ def test_saved_and_loaded_by_name(tmp_path):
     assert same(other(TOKENS), net(TOKENS))
 
 
+def test_adapters_come_after_all_layers_of_a_report():
+    names = [layer.name for layer in explain(adapted(CONFIGS["int8 x int4"])).layers]
+    adapters = [name for name in names if "lora" in name]
+    assert adapters
+    assert names[-len(adapters) :] == adapters
+
+
 def test_converted_to_dense_layers():
     net = adapted(CONFIGS["int8 x int4"])
     wanted = net.first.merged().bfloat16()

@@ -350,6 +350,7 @@ def test_format_of() -> None:
         ValueError, match=r"unknown format 'float8_e4m3'; the nearest are float8_e4m3fn(, \w+)*$"
     ):
         format_of("float8_e4m3")
+    refused(ValueError, "'fp8'; the nearest are float8_e4m3fn, float8_e5m2", format_of, "fp8")
     refused(ValueError, "unknown format 'zzz'; known are bfloat16, dynamic4", format_of, "zzz")
     for wrong in (8, None, np.float32):
         with pytest.raises(TypeError, match="a format is given by name or as a record"):
