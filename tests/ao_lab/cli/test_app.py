@@ -278,7 +278,7 @@ def test_reproduce_of_some_configurations(monkeypatch, capsys):
     assert calls == [["int8wo", "torchao"]]
     capsys.readouterr()
     for arguments, word in (
-        (["ptq", "--only", "int8wo"], "reproduce decode"),
+        (["formats", "--only", "int8wo"], "reproduce decode"),
         (["decode", "--only", "int9"], "int8wo"),
     ):
         code, err = complaint(capsys, "reproduce", *arguments)
