@@ -63,9 +63,18 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """The first of the findings."""
-    found = findings(rows)
-    return found[0].removesuffix(".") if found else ""
+    """The first of the findings, and how long the best methods take."""
+    found, runs = findings(rows), best_runs(rows)
+    return "; ".join([found[0].removesuffix("."), *minutes_of(runs[0])]) if found else ""
+
+
+def minutes_of(run: RealRun) -> list[str]:
+    """How many minutes the best method of a scheme takes on the model, the least and the most over schemes."""
+    best = [(one.scheme, one.method) for one in bests(run, next(iter(run.texts)))]
+    minutes = [value / 60 for one in best if (value := seconds_of(run, *one)) is not None]
+    if not minutes:
+        return []
+    return [f"they take {number(min(minutes), 1)} to {number(max(minutes), 1)} minutes on this model"]
 
 
 #: The scheme of the first page's number.

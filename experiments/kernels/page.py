@@ -11,12 +11,12 @@ from experiments.harness.rows import Row
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.figures import by_operation, operation, roofline
 from experiments.kernels.operations import LARGE, SMALL
-from experiments.kernels.results import BaselineResult, CaseResult, results_of, summary
+from experiments.kernels.results import BaselineResult, CaseResult, results_of, slower_words, summary
 from experiments.kernels.results import targets_by_run as targets_by_run
 from experiments.kernels.run import CAST, KIND, MOST, PROGRAM, TORCH, WAYS
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.results import Results, Where, by_run, number
-from experiments.report.targets import BASELINE_TOLERANCE, counted
+from experiments.report.targets import BASELINE_TOLERANCE, counted, missed
 
 if TYPE_CHECKING:
     pass
@@ -31,6 +31,8 @@ ABOUT = (
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("kernels-operations",)
+#: Parts of targets in words.
+PARTS = {KIND: "calls from JAX"}
 #: The fraction of the copy rate that counts as high.
 HIGH = 0.9
 
@@ -71,15 +73,26 @@ def findings(rows: Sequence[Row]) -> list[str]:
         sentences.append(f"{where.device}: {summary(lines)}")
         sentences.append(fraction_sentence(lines))
         sentences.append(linear_sentence(lines))
-        missed = missed_words(lines)
-        sentences.append(f"Targets missed: {', '.join(missed)}." if missed else "")
+        sentences += missed_sentences(rows, where, lines)
     return [sentence for sentence in sentences if sentence]
+
+
+def missed_sentences(rows: Sequence[Row], where: Where, lines: Sequence[CaseResult]) -> list[str]:
+    """How many targets each part of a run misses and which kernels do; what was not measured."""
+    words, absent = missed_words(lines), absent_words(lines)
+    parts = {run.about: len(missed(run.targets)) for run in targets_by_run(rows) if run.where == where}
+    counted_parts = ", ".join(
+        f"{count} of {PARTS.get(about, about)}" for about, count in parts.items() if count
+    )
+    named = f": {', '.join(words)}" if words else ""
+    sentences = [f"Targets missed, {counted_parts}{named}." if counted_parts else ""]
+    return [*sentences, f"Not measured: {', '.join(absent)}." if absent else ""]
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
     """The median of all fractions of the copy rate on large tensors, and how many are high."""
     runs = [lines for where, lines in results_of(rows).items() if where.device != "cpu"]
-    values = [value for found in fractions(runs[-1]).values() for value in found] if runs else []
+    values = all_fractions(runs[-1]) if runs else []
     if not values:
         return []
     text = (
@@ -90,13 +103,23 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """How many cases are slower than a baseline."""
+    """The fractions of the copy rate on large tensors, and how many cases are slower than a baseline."""
     runs = list(results_of(rows).values())
     if not runs:
         return ""
-    compared = [line for line in runs[-1] if line.best_baseline is not None]
-    slower = [line for line in compared if line.faster_baselines]
-    return f"{len(slower)} of {len(compared)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"
+    values, words = all_fractions(runs[-1]), []
+    if values:
+        high = sum(value >= HIGH for value in values)
+        words.append(
+            f"on tensors of {' and '.join(LARGE)} {median(values):.2f} of a copy's (median of {len(values)}; "
+            f"{min(values):.2f} to {max(values):.2f}), {high} at {HIGH:g} or above"
+        )
+    return "; ".join([*words, slower_words(runs[-1])])
+
+
+def all_fractions(lines: Sequence[CaseResult]) -> list[float]:
+    """Fractions of the copy rate on large tensors."""
+    return [value for found in fractions(lines).values() for value in found]
 
 
 def fractions(lines: Sequence[CaseResult]) -> dict[str, list[float]]:
@@ -167,7 +190,9 @@ def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
     slower = [
         f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
     ]
-    paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
+    absent, count = absent_words(lines), sum(len(line.missed) for line in lines)
+    paragraphs = [f"**Missed targets: {count}.** " + ", ".join(missed) + "."] if missed else []
+    paragraphs += [f"**Not measured: {len(absent)}.** " + ", ".join(absent) + "."] if absent else []
     return paragraphs + (
         [f"**Slower than a baseline: {len(slower)}.** " + ", ".join(slower) + "."] if slower else []
     )
@@ -292,6 +317,13 @@ def missed_words(lines: Sequence[CaseResult]) -> list[str]:
     return [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
 
 
+def absent_words(lines: Sequence[CaseResult]) -> list[str]:
+    """What was not measured, with the reason."""
+    return [
+        f"{line.case} at {line.shape} ({line.reason})" for line in lines if not line.ok and not line.wrong
+    ]
+
+
 def faster_baselines(line: CaseResult) -> str:
     """The baselines that are faster, with their ratios."""
     return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
@@ -314,12 +346,12 @@ JAX_TEXT = (
 def jax_sections(rows: Iterable[Row]) -> list[Section]:
     """A section per run, none where no JAX was measured."""
     return [
-        Section(f"Calls from JAX ({where})", [JAX_TEXT, *missed(found)], [], [jax_table(found)])
+        Section(f"Calls from JAX ({where})", [JAX_TEXT, *slow_ways(found)], [], [jax_table(found)])
         for where, found in by_run(rows, KIND).items()
     ]
 
 
-def missed(found: Results) -> list[str]:
+def slow_ways(found: Results) -> list[str]:
     """Which ways to call take longer than the target allows."""
     over = [
         f"{name} of {size} ({way} {ratio:.2f})"

@@ -3,6 +3,7 @@ fastest baseline."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 
 STATUS, TARGET = "status: ", "target: "
+#: What precedes and follows the words of a failure: the class, and where to search for it.
+ERROR, ADVICE = re.compile(r"^error: (?:\w+: )?"), re.compile(r"\s*Search for `.*$", re.DOTALL)
 #: What a value of a metric is of, where its name does not say it.
 OF = {"fraction": "of a copy's bandwidth"}
 #: Metrics for which less is better.
@@ -62,10 +65,20 @@ class CaseResult:
 
     @property
     def missed(self) -> list[str]:
-        """Targets that were not met, in words; with a target, a case that was not measured misses."""
-        if not self.ok:
+        """Targets that were not met, in words; a wrong result misses its targets, what did not run misses none (`reason`)."""
+        if self.wrong:
             return [self.status] if self.targets else []
-        return [str(target) for target in self.targets if not target.reached]
+        return [str(target) for target in self.targets if target.reached is False]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it ran, and its result was not the reference's."""
+        return self.status.startswith("wrong")
+
+    @property
+    def reason(self) -> str:
+        """Why a case was not measured, in a few words: what its program said, without its class and its advice."""
+        return ADVICE.sub("", ERROR.sub("", self.status)).strip()
 
     @property
     def faster_baselines(self) -> list[BaselineResult]:
@@ -82,9 +95,9 @@ class CaseResult:
         """Of the targets: yes, no with the reason, or nothing where there is none."""
         if self.missed:
             return "MISSED: " + "; ".join(self.missed)
-        if not self.targets:
-            return "" if self.ok else self.status
-        return "yes"
+        if not self.ok:
+            return f"not measured: {self.reason}"
+        return "yes" if self.targets else ""
 
 
 def results_of(rows: Iterable[Row]) -> dict[Where, list[CaseResult]]:
@@ -187,6 +200,12 @@ def targets_in(rows: Iterable[Row]) -> list[Target]:
 
 def summary(lines: Sequence[CaseResult]) -> str:
     """One sentence about a run."""
-    slower = sum(bool(one.slower_than) for one in lines)
     unmeasured = sum(not one.ok for one in lines)
-    return f"{slower} of {len(lines)} cases (a kernel at a shape) are slower than a baseline; {unmeasured} were not measured."
+    return f"{len(lines)} cases (a kernel at a shape), of which {unmeasured} were not measured; {slower_words(lines)}."
+
+
+def slower_words(lines: Sequence[CaseResult]) -> str:
+    """How many of those that have a baseline are slower than it."""
+    beside = [one for one in lines if one.best_baseline is not None]
+    slower = sum(bool(one.faster_baselines) for one in beside)
+    return f"{slower} of the {len(beside)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"

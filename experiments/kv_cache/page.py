@@ -11,6 +11,7 @@ from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SU
 from experiments.models.causal_lm import REAL
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves
+from experiments.report.real_runs import relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 
 EXPERIMENT = "kv_cache"
@@ -55,7 +56,12 @@ def kinds(rows: Sequence[Row]) -> list[str]:
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """The longest context's errors, and changes of perplexity."""
+    """The longest context's errors, changes of perplexity, and times."""
+    return quality(rows) + speed_page.findings(rows)
+
+
+def quality(rows: Sequence[Row]) -> list[str]:
+    """The longest context's errors, needles found, and changes of perplexity."""
     words, found = [], best_run(by_run(rows, SUMS))
     if found is not None:
         longest = max(found[1].settings, key=int)
@@ -73,17 +79,19 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
         if best is not None:
-            changes = {method: best[1].value(ALL, method, "perplexity, change") for method in best[1].methods}
-            parts = [f"{method} {change:+.2f}%" for method, change in changes.items() if change is not None]
-            words.append(
-                f"Change of perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}."
+            changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
+            parts = [f"{method} {change}" for method, change in changes.items() if change]
+            words += (
+                [f"Change of perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}."]
+                if parts
+                else []
             )
-    return words + speed_page.findings(rows)
+    return words
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """One line of the first page."""
-    return next(iter(findings(rows)), "").rstrip(".")
+    """What models predict and find, and what sums lose."""
+    return " ".join(reversed(quality(rows))).rstrip(".")
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

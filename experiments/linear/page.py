@@ -50,10 +50,15 @@ ABOUT = (
     ),
 )
 FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
-#: Weights of the first page.
-QUOTED = ("int4 g128", "int8", "mxfp4")
 #: Those of `Int4WeightOnlyConfig()`: groups of 128 with zero points.
 DEFAULT = "int4 g128, zero points"
+#: Layers of the first page, by part, and the numbers of tokens.
+QUOTED = {
+    DEFAULT: ("weights", "int4 with zero points"),
+    "int8": ("weights", "int8"),
+    "fp8 dynamic, rows": ("activations", "fp8 with inputs"),
+}
+QUOTED_ROWS = (1, 16, 128, 1024)
 NOTHING = "Nothing has been timed yet: times need a GPU."
 
 
@@ -111,12 +116,29 @@ def cards(rows: Sequence[Row]) -> list[Card]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """Where layers of the shape that has targets are slower than bfloat16, on the last device."""
-    runs = {where: one for where, one in by_run(current(rows), "weights").items() if where.data == SHAPE}
+    """Speeds of layers of the shape that has targets beside bfloat16 and torchao, on the last device, of today's kernels."""
+    found = {part: last_of(current(rows), part) for part in ("weights", "activations", TORCHAO)}
+    words = []
+    for name, (part, called) in QUOTED.items():
+        speeds = [(count, found[part].value(setting_of(count), name, SPEED)) for count in QUOTED_ROWS]
+        said = [f"{speed:.2f} at {count}" for count, speed in speeds if speed is not None]
+        words += [f"{called} {', '.join(said)}"] if said else []
+    text = f"over bfloat16, {readable(SHAPE)}: {'; '.join(words)} tokens" if words else ""
+    ratios = {name: best_over_torchao(found[TORCHAO], name) for name in (DEFAULT, "int8")}
+    beside = [f"{QUOTED[name][1]} {ratio:.2f}" for name, ratio in ratios.items() if ratio]
+    return text + (f"; over torchao's layer, 1 token: {', '.join(beside)}" if beside else "")
+
+
+def last_of(rows: Sequence[Row], part: str) -> Results:
+    """A part's rows of the shape that has targets, on the last GPU; none where there is no such run."""
+    runs = {where: one for where, one in by_run(rows, part).items() if where.data == SHAPE}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
-    slow = dict(slow_rows(run[1])) if run else {}
-    words = [f"{name} at {', '.join(map(str, slow[name]))}" for name in QUOTED if name in slow]
-    return f"slower than bfloat16, {readable(SHAPE)}: {'; '.join(words)} tokens" if words else ""
+    return run[1] if run else Results([])
+
+
+def best_over_torchao(results: Results, method: str) -> float | None:
+    """Speed over torchao's of the same weights at one token; None where either is missing."""
+    return over_torchao(results, setting_of(1), method) if peer_of(method) else None
 
 
 def targets_words(part: str, where: Where, results: Results) -> list[str]:
@@ -125,7 +147,7 @@ def targets_words(part: str, where: Where, results: Results) -> list[str]:
     if not held:
         return []
     lost = missed(held)
-    rest = f"; missed: {grouped(lost)}" if lost else ""
+    rest = f"; {len(lost)} missed: {grouped(lost)}" if lost else ""
     return [f"{TITLES[part]} ({where}): {counts(held, ' targets are met')}{rest}."]
 
 

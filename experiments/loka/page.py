@@ -32,8 +32,13 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """One line of the first page."""
-    return next(iter(findings(rows)), "").rstrip(".")
+    """Where it is safe, whether a kernel is right, and what it costs."""
+    words = [
+        *probe_page.findings(rows)[:1],
+        *probe_page.findings(rows)[2:4],
+        *workloads_page.findings(rows)[:1],
+    ]
+    return " ".join(words).rstrip(".")
 
 
 comparisons = published_page.comparisons

@@ -64,8 +64,13 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """One line of the first page."""
-    return next(iter(findings(rows)), "").rstrip(".")
+    """The largest updates, and gaps of trainings."""
+    words, gaps = list(findings(rows))[:1], best_run(by_run(rows, GAPS))
+    if gaps is not None:
+        words.append(
+            f"Loss of a model trained with them over float32 states ({gaps[0]}): {'; '.join(gap_texts(gaps[1]))}."
+        )
+    return " ".join(words).rstrip(".")
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

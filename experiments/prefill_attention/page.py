@@ -12,6 +12,7 @@ from experiments.prefill_attention.speed import COSINE as COSINE_OF_LAST
 from experiments.prefill_attention.speed import GRAPH, PEERS, QUANTIZATION, RATE, SPEED, TIME
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves, dots
+from experiments.report.real_runs import relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
 
@@ -67,12 +68,16 @@ def findings(rows: Sequence[Row]) -> list[str]:
             continue
         where, results = best
         errors = _said(results, ATTENTION, NORM, 100, 1)
-        changes = _said(results, ALL, "perplexity, change", 1, 2)
+        changes = ", ".join(
+            f"{in_words(method)} {change}"
+            for method in results.methods
+            if (change := relative(results, ALL, method))
+        )
         name = kind.removeprefix(REAL)
         if errors:
-            words.append(f"Norm of the error on {name} ({where}): {errors}.")
+            words.append(f"Error of attention over the norm of its result, {name} ({where}): {errors}.")
         if changes:
-            words.append(f"Perplexity of {name} ({where}): {changes}.")
+            words.append(f"Change of the perplexity of {name} ({where}): {changes}.")
     best_speed = best_run(by_run(rows, SPEED))
     if best_speed is not None and best_speed[0].scale != "quick":
         setting = best_speed[1].settings[-1]
@@ -131,13 +136,33 @@ def speed_section(where: Where, results: Results) -> Section:
 def _said(results: Results, setting: str, metric: str, factor: float, digits: int) -> str:
     found = {method: results.value(setting, method, metric) for method in results.methods}
     return ", ".join(
-        f"{name} {number(factor * value, digits)}%" for name, value in found.items() if value is not None
+        f"{in_words(name)} {number(factor * value, digits)}%"
+        for name, value in found.items()
+        if value is not None
     )
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """One line of the first page."""
-    return next(iter(findings(rows)), "").rstrip(".")
+    """What models predict with it, and the error of attention itself, of the last text."""
+    kind = next(iter(kinds(rows)), "")
+    best = best_run(by_run(rows, kind))
+    mine = [row for row in rows if row.table.startswith(f"{kind}/") and ", " not in row.method]
+    words = findings(mine) if best else []
+    return " ".join(reversed(words)).rstrip(".")
+
+
+#: Recipes without one of the exact steps, or both, by the ends of their names.
+STEPS = {
+    "not rotated": "without the Hadamard transform",
+    "mean key left": "with the mean key",
+    "neither": "without the transform and with the mean key",
+}
+
+
+def in_words(recipe: str) -> str:
+    """A recipe by what it leaves out."""
+    name, comma, step = recipe.partition(", ")
+    return f"{name} {STEPS.get(step, step)}" if comma else name
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

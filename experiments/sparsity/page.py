@@ -551,8 +551,9 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """What 2:4 gains of int4 layers in decoding."""
-    return product_main_finding(rows)
+    """What 2:4 costs in accuracy, and what it gains of int4 and FP8 layers in decoding."""
+    costs = [one.text for one in accuracy_page.headlines(rows)]
+    return "; ".join(filter(None, (*costs, product_main_finding(rows))))
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

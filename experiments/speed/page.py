@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, lines_of, number
-from experiments.report.targets import RunTargets, Target
+from experiments.report.targets import RunTargets, Target, counts
 from experiments.speed.run import MISSING, TARGET_METRIC, target_of
 
 TITLE = "Speed of the reference on the CPU"
@@ -37,27 +39,34 @@ def findings(rows: Sequence[Row]) -> list[str]:
     if found is None:
         return []
     where, results = found
-    table = ratio_table(results)
-    reached = [line[-1] for line in table.lines]
-    ratios = {
-        f"{line[0]} against {line[1]}": float(line[2]) for line in table.lines if line[2] not in ("", "NaN")
-    }
-    sentences = [
-        f"{reached.count('yes')} of {reached.count('yes') + reached.count('no')} ratios with a target meet it "
-        f"({where.run})."
-    ]
-    if ratios:
-        low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-        sentences.append(
-            f"The smallest ratio is {ratios[low]:.2f} ({low}), the largest {ratios[high]:.2f} ({high})."
-        )
-    return sentences
+    held = [one for run in targets_by_run(rows) if run.where == where for one in run.targets]
+    sentences = [f"{counts(held, ' targets are met, those of imports too')} ({where.run})."]
+    return [*sentences, *(f"{words[:1].upper()}{words[1:]}." for words in ratio_words(results))]
+
+
+def ratio_words(results: Results) -> list[str]:
+    """The median of the speeds over those of each baseline, and the least and the largest with what they are of."""
+    found: dict[str, dict[str, float]] = {}
+    for setting, method in lines_of(results):
+        value = None if method.startswith("import ") else results.value(setting, method, "ratio")
+        if value is not None and math.isfinite(value):
+            found.setdefault(setting, {})[method] = value
+    parts = [f"{name} {spread(ratios)}" for name, ratios in found.items()]
+    return [f"speed over that of a baseline, median and extremes: {'; '.join(parts)}"] if parts else []
+
+
+def spread(ratios: Mapping[str, float]) -> str:
+    """The median of ratios, and their extremes with names where there are several."""
+    if len(ratios) < 2:
+        return " ".join(f"{value:.2f}x ({name})" for name, value in ratios.items())
+    low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    return f"{median(ratios.values()):.2f}x of {len(ratios)} ({ratios[low]:.2f}x, {low}, to {ratios[high]:.2f}x, {high})"
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """The smallest and the largest ratio."""
-    words = findings(rows)[1:]
-    return words[0].removesuffix(".") if words else ""
+    """How fast they are beside each baseline."""
+    found = best_run(by_run(rows, "speed"))
+    return "; ".join(ratio_words(found[1])) if found else ""
 
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:

@@ -18,7 +18,7 @@ from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases import CASES, chosen, convention_cases, of_sparsity
 from experiments.kernels.figures import roof_of, roofline
 from experiments.kernels.operations import LARGE, SHAPES, SHOWN
-from experiments.kernels.results import results_of
+from experiments.kernels.results import CaseResult, results_of
 from experiments.report import plots
 from experiments.report.results import FAMILIES, family
 from experiments.report.targets import Target
@@ -105,6 +105,19 @@ def test_tables_name_the_rows_of_their_lines(sample_rows):
     floors, baselines, *_ = page.sections(sample_rows)
     assert {row.method for row in floors.tables[0].rows} >= {"quantize.fp8_rowwise"}
     assert baselines.tables[0].rows
+
+
+def test_what_did_not_run_is_not_measured_and_a_wrong_result_is_a_miss():
+    target = Target("fraction", None, 0.9, **SHOWN)
+    failed, wrong = (
+        CaseResult("compress", "8x8", status, {}, (target,))
+        for status in ("error: AcceleratorError: CUDA error: stopped Search for `x' in y", "wrong: codes")
+    )
+    assert (failed.missed, failed.verdict) == ([], "not measured: CUDA error: stopped")
+    assert wrong.verdict == "MISSED: wrong: codes"
+    first, second = page.missed_paragraphs([failed, wrong])
+    assert first == "**Missed targets: 1.** compress at 8x8 (wrong: codes)."
+    assert second == "**Not measured: 1.** compress at 8x8 (CUDA error: stopped)."
 
 
 def test_a_miss_by_little_shows_enough_digits():

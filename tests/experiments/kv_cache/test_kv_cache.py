@@ -87,13 +87,21 @@ def test_page():
             for method, value in zip(CHAINS, (0.5, 1e-4), strict=True)]  # fmt: skip
     rows += [row("needle/full/uniform-noise", "131072", method, metric, 12.0) for method in needle.METHODS
              for metric in (run.FOUND, run.UNLIKE)]  # fmt: skip
-    rows += [row("real m/full/text", ALL, "fp8", "perplexity, change", 0.05)]
+    known = {
+        "perplexity, change": 0.05,
+        "loss, change": 0.0,
+        "loss, standard error of the change": 0.01,
+        "windows": 4.0,
+    }
+    rows += [row("real m/full/text", ALL, "fp8", metric, value) for metric, value in known.items()]
     found = page.findings(rows)
     assert found[0] == "FP8 sums over 131072 tokens lose 50% in one chain and 0.01% in chains of 128."
     assert found[1].startswith(
         "Of needles among 131072 tokens are found 12% (exact), 12% (fp8 sums, one chain)"
     )
-    assert "fp8 +0.05%" in found[2]
+    # Student's t of three degrees of freedom: 3.18 times a standard error of 1 percent.
+    assert "fp8 +0.1 ± 3.2%" in found[2]
+    assert page.main_finding(rows).startswith(found[2])
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
 
 

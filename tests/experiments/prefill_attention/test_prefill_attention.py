@@ -44,10 +44,13 @@ def test_page():
     rows = [row(ATTENTION, method, metric, value) for method, value in (("int8", 0.025), ("fp8", 0.06))
             for metric in (NORM, NORM + WORST)]  # fmt: skip
     rows += [row(ATTENTION, "int8", COSINE, 0.9997), row(ALL, "int8", "perplexity, change", 0.02)]
-    rows += [row(ALL, "int8", "KL", 1e-4)]
+    known = {"loss, change": 0.0, "loss, standard error of the change": 0.01, "windows": 4.0, "KL": 1e-4}
+    rows += [row(ALL, "int8", metric, value) for metric, value in known.items()]
     errors, changes = page.findings(rows)
-    assert errors == "Norm of the error on M (CPU, text): int8 2.5%, fp8 6.0%."
-    assert changes == "Perplexity of M (CPU, text): int8 0.02%."
+    assert errors == "Error of attention over the norm of its result, M (CPU, text): int8 2.5%, fp8 6.0%."
+    assert changes == "Change of the perplexity of M (CPU, text): int8 +0.0 ± 3.2%."
+    (without, _) = page.findings([*rows, row(ATTENTION, "int8, neither", NORM, 0.032)])
+    assert "int8 without the transform and with the mean key 3.2%" in without
     attention, predicted = page.sections(rows)
     assert [line[:2] for line in attention.tables[0].lines] == [["int8", "0.99970"], ["fp8", ""]]
     assert [line[0] for line in predicted.tables[0].lines] == ["int8"]
