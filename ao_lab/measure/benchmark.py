@@ -11,8 +11,8 @@ import copy
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ from ao_lab.measure.folders import (
 )
 from ao_lab.measure.memory import by_transformers
 from ao_lab.measure.times import (
+    ALONE,
+    DRIFT,
     FAILED,
     OK,
     SPREAD,
@@ -44,7 +46,6 @@ from ao_lab.measure.times import (
     KeptTimes,
     Timed,
     doubt_of,
-    duration,
     load_of_host,
 )
 from ao_lab.measure.turns import (
@@ -79,7 +80,7 @@ PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
 COPIES = 8
 #: Calls of generate() that are timed, and calls before them that warm up; compiled ones take two, of which one records.
 ROUNDS, WARMUP = 3, {EAGER: 1, COMPILED: 2}
-#: How much slower than one thread all threads of a CPU may be before their time is in doubt.
+#: How much slower than one thread all threads of a CPU may be before a layer is timed with one thread instead.
 SLOWER = 2.0
 #: Rows of what is not quantized, and the time of its first call once more, have these names.
 TAKEN = ("bfloat16", "float16", "float32", "float64", AGAIN)
@@ -136,8 +137,9 @@ def benchmark(
     same call goes on where one was stopped. progress: called with a name, parts done, and of how many.
 
     Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
-    status "failed" and a reason. A speedup that cannot be trusted says why (`Timed.doubt`): its rounds disagree, or on a CPU
-    all threads together are slower than one. Memory: two dense models and a quantized one, three where generate() is compiled.
+    status "failed" and a reason. A speedup that cannot be trusted says why (`Timed.doubt`). Layers that all threads of a CPU
+    take more than twice as long for as one thread are timed with one ("eager, 1 thread"). Memory: two dense models and a
+    quantized one, three where generate() is compiled.
 
     ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
     beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
@@ -391,10 +393,12 @@ class Work:
             graph = mode == GRAPH
             timable = {name: span for name, span in spans.items() if not (graph and name in uncaptured)}
             times = interleaved(watch, timable, PLAN, graph=graph)
-            repeated = times.pop(AGAIN)
-            doubts = {} if self.device.startswith("cuda") else slow_threads(watch, spans, times)
-            base = next(iter(times))
-            doubts[base] = doubts.get(base) or drift_of(times[base], repeated)
+            if not self.device.startswith("cuda") and slow_threads(watch, spans, times):
+                mode = ALONE
+                with one_thread():
+                    times = interleaved(watch, timable, PLAN, graph=graph)
+            repeated, base = times.pop(AGAIN), next(iter(times))
+            doubts = {base: drift_of(times[base], repeated)}
             rows += timed("linear", times, mode, shape, count, kernels, doubts)
         return [*rows, *failed]
 
@@ -531,25 +535,25 @@ def timed(
     return rows
 
 
-def slow_threads(
-    watch: Watch, spans: Mapping[str, Span], times: Mapping[str, Sequence[float]]
-) -> dict[str, str]:
-    """What is wrong with times of a CPU: layers that all threads compute more slowly than one."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread of a CPU meanwhile."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        return {}
     torch.set_num_threads(1)
     try:
-        alone = {name: min(watch.seconds([spans[name].eager] * 3)) / spans[name].count for name in times}
+        yield
     finally:
         torch.set_num_threads(threads)
-    taken = {name: summary(times[name]).median for name in times}
-    return {
-        name: f"{threads} threads take {duration(taken[name])}, one thread {duration(alone[name])}: threads wait for each "
-        "other or for other programs; set OMP_NUM_THREADS=1, or end other work"
-        for name in times
-        if taken[name] > SLOWER * alone[name]
-    }
+
+
+def slow_threads(watch: Watch, spans: Mapping[str, Span], times: Mapping[str, Sequence[float]]) -> list[str]:
+    """Of the layers of `times` those that all threads of a CPU compute far more slowly than one: the threads wait."""
+    if torch.get_num_threads() == 1:
+        return []
+    layers = {name: spans[name] for name in times if name != AGAIN}
+    with one_thread():
+        alone = {name: min(watch.seconds([one.eager] * 3)) / one.count for name, one in layers.items()}
+    return [name for name in layers if summary(times[name]).median > SLOWER * alone[name]]
 
 
 def drift_of(times: Sequence[float], again: Sequence[float]) -> str:
@@ -557,9 +561,7 @@ def drift_of(times: Sequence[float], again: Sequence[float]) -> str:
     ratio = summary([b / a for a, b in zip(times, again, strict=True)]).median
     if 1 / SPREAD <= ratio <= SPREAD:
         return ""
-    return (
-        f"the unquantized layer, timed once more at the end of each round, took {ratio:.2f} of its first time"
-    )
+    return f"{DRIFT}, took {ratio:.2f} of its first time"
 
 
 def span_of(watch: Watch, calls: Sequence[Callable[[], Any]]) -> tuple[Span, str]:

@@ -22,9 +22,17 @@ FILE = "benchmark.json"
 SPREAD = 1.5
 #: What stands behind a speedup that cannot be trusted.
 NOISY = " (noisy)"
-#: How doubts begin that are of a row's own rounds, and what is said of all of them.
-RATIOS = ("the rounds' ratios", "the medians' ratio")
+#: What is said of rows whose own rounds disagree.
 DISAGREE = "its rounds disagree (20% and 80% quantiles: --json); end other work, or time more rounds"
+#: The mode of layers that one thread of a CPU computes far faster than all of them together, and how doubts begin that are
+#: of the baseline.
+ALONE, DRIFT = "eager, 1 thread", "the unquantized layer, timed once more at the end of each round"
+#: What is said of all doubts of a kind, by their beginnings.
+KINDS = {
+    "the rounds' ratios": DISAGREE,
+    "the medians' ratio": DISAGREE,
+    DRIFT: "the unquantized layer took another time at the end of its rounds than at their beginning; end other work",
+}
 #: Conditions that say how the machine was, and may differ between a stopped call and the one that goes on.
 STATE = ("load", "cores", "configurations")
 #: How a failure's reason begins that another try may not have, such as full memory; a refusal stays one.
@@ -206,6 +214,11 @@ class Benchmark:
             f"On {device}: medians of rounds, all in turn (20% and 80% quantiles: --json). speedup: of what is not quantized "
             "(baseline) over this one, the median of the rounds' ratios."
         )
+        alone = list(dict.fromkeys(row.place for row in self.rows if row.mode == ALONE))
+        told += (
+            f" {', '.join(alone)}: timed with one thread, as {threads} threads take more than twice as long there: they wait "
+            "for each other or for other programs."
+        ) * bool(alone)
         failed = {f"{row.name}, {row.place}: {row.reason}": None for row in self.rows if row.status != OK}
         return [*self.warnings, told, *failed]
 
@@ -216,9 +229,10 @@ class Benchmark:
         doubts: dict[str, list[str]] = {}
         for row in self.rows:
             if row.doubt:
-                kind = DISAGREE if row.doubt.startswith(RATIOS) else row.doubt
+                kind = next((text for begin, text in KINDS.items() if row.doubt.startswith(begin)), row.doubt)
                 doubts.setdefault(kind, []).append(f"{row.name} {row.place} {row.mode}")
-        return told + [f"Noisy: {_first(names)}: {doubt}." for doubt, names in doubts.items()]
+        each = [f"{_first(names)}: {doubt}" for doubt, names in doubts.items()]
+        return told + [f"Noisy: {'. '.join(each)}."] * bool(each)
 
     def __str__(self) -> str:
         lines = [f"{' '.join(cells[:3])}: {cells[3]}, {cells[4]}" for cells in self.layer_cells()]

@@ -300,8 +300,8 @@ def test_medians_that_contradict_the_rounds_are_noisy():
     assert doubt_of(1.0, 1.05, 1.0, 1.1) == ""
 
 
-def test_a_baseline_that_one_thread_computes_faster_is_doubted(monkeypatch):
-    """As on a busy machine, where threads wait for each other: all speedups of the shape are in doubt."""
+def test_layers_that_threads_wait_for_each_other_in_are_timed_with_one(monkeypatch):
+    """As on a busy machine: no ratio of times that are known to be wrong, and the mode says so."""
     seen = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
@@ -311,14 +311,29 @@ def test_a_baseline_that_one_thread_computes_faster_is_doubted(monkeypatch):
             return [2e-5] * len(calls)
 
     spans = {name: Span(1, print, print) for name in ("dense", "nf4")}
-    doubts = slow_threads(Watch(), spans, {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3})
-    assert list(doubts) == ["dense"]
-    assert "2 threads take 24.0 ms, one thread 20.0 us" in doubts["dense"]
+    times = {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3, "again": [2.4e-2] * 3}
+    assert slow_threads(Watch(), spans, times) == ["dense"]
     assert seen == [1, 2]
-    rows = timed("linear", {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3}, "eager", (1, 1, 1), 0, {}, doubts)
-    assert [row.doubt == doubts["dense"] for row in rows] == [True, True]
-    assert "took 3.00 of its first time" in drift_of([1.0, 1.0], [3.0, 3.0])
+    monkeypatch.setattr("ao_lab.measure.benchmark.slow_threads", lambda *_: ["bfloat16"])
+    rows = Work("cpu", {}).layers((1, 8, 8), 1, None)
+    assert [row.mode for row in rows] == ["eager, 1 thread"]
+    assert seen == [1, 2, 1, 2]
+    found = Benchmark(None, tuple(rows), {"device": "cpu", "threads": 2})
+    assert "1x8x8: timed with one thread, as 2 threads take more than twice" in found.notes[-1]
+
+
+def test_a_baseline_that_drifts_is_doubted_and_all_doubts_are_one_paragraph():
+    drift = drift_of([1.0, 1.0], [3.0, 3.0])
+    assert "took 3.00 of its first time" in drift
     assert drift_of([1.0, 1.0], [1.2, 0.9]) == ""
+    times = {"dense": [2.4e-2] * 3, "nf4": [3e-5] * 3}
+    rows = timed("linear", times, "eager", (1, 1, 1), 0, {}, {"dense": drift})
+    assert [row.doubt == drift for row in rows] == [True, True]
+    other = timed("linear", times, "eager", (2, 1, 1), 0, {}, {"dense": drift_of([1.0], [2.0])})
+    noisy = timed("linear", {"dense": [1.0, 2.0], "nf4": [1.0, 0.1]}, "eager", (4, 1, 1), 0, {})
+    found = Benchmark(None, (*rows, *other, *noisy), {"device": "cpu", "threads": 1})
+    (told,) = (one for one in found.warnings if one.startswith("Noisy"))
+    assert told.count("the unquantized layer took another time") == told.count("its rounds disagree") == 1
 
 
 def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatch):
