@@ -176,7 +176,7 @@ def split(given: str) -> list[str]:
 
 
 def configuration(text: str) -> Any:
-    """What a name with options stands for, or the name of a folder; WrongInput with the nearest names."""
+    """What a name with options stands for, or a folder; WrongInput with the nearest names, and how options are written."""
     from ao_lab.cli.quantize import config_of
     from ao_lab.measure.compare import configuration as of_name
 
@@ -186,8 +186,16 @@ def configuration(text: str) -> Any:
         name, *settings = shlex.split(text)
     except ValueError as error:
         raise WrongInput(f"{text}: write NAME, or 'NAME key=value ...' ({error})") from error
-    with wrong_input():
-        return config_of(name, None, settings) if settings else of_name(name)
+    if "," in name:
+        first = name.partition(",")[0]
+        raise WrongInput(f"{text}: options follow the name after a space, in quotes: '{first} key=value ...'")
+    if settings:
+        with wrong_input():
+            return config_of(name, None, settings)
+    try:
+        return of_name(name)
+    except ValueError as error:
+        raise WrongInput(f"{error}; and no folder with a config.json is there") from error
 
 
 def as_written(source: Path, configs: dict[str, Any], layout: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -105,7 +105,7 @@ def reproduce(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="With ptq --model: text file to evaluate on, as ao-lab compare --eval. With qat or fp8_training --model: one "
+            help="With ptq --model: text file to evaluate on, as ao-lab compare --text. With qat or fp8_training --model: one "
             "to fine-tune on; its last tenth is held out. Default: prose books, or sympy."
         ),
     ] = None,

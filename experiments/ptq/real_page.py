@@ -119,27 +119,31 @@ def speedup(run: RealRun, setting: str, method: str) -> str:
 
 def drawing(run: RealRun) -> Drawing | None:
     """Loss against bytes: a panel for each text, weights and with inputs; None where the dense model alone was measured."""
-    panels = run.panels(partial(points, run, CHANGE, BASE))
+    panels = run.panels(partial(points, run, CHANGE, BASE, error=CHANGE_ERROR))
     if not panels:
         return None
     labels = "size of the model (MB, decimal)", "increase of the loss (nats)"
     wide = scatter_panels(panels, *labels, symlog=LINEAR)
     narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.7)
     caption = (
-        f"{run.model}: loss against bytes, rounding to the nearest; linear below {LINEAR}, logarithmic above."
+        f"{run.model}: loss against bytes, rounding to the nearest, with 95% intervals; linear below {LINEAR}, logarithmic "
+        "above."
     )
     return Drawing(f"ptq-real-{run.ending}", caption, wide, narrow)
 
 
-def points(run: RealRun, metric: str, base: str, results: Results, inputs: bool) -> list[Point]:
-    """Size and a metric of each scheme but the dense model's, of weights alone or with inputs."""
+def points(
+    run: RealRun, metric: str, base: str, results: Results, inputs: bool, error: str = ""
+) -> list[Point]:
+    """Size and a metric of each scheme but the dense model's, of weights alone or with inputs; its interval by `error`."""
     found = []
     for method in run.lines:
         setting = run.setting(method, inputs)
         size, value = run.whole.value(setting, method, "size"), results.value(setting, method, metric)
         if method != base and size is not None and value is not None and math.isfinite(value):
             label = method if len(run.lines) < 16 else ""
-            found.append(Point(size / 1e6, value, family(method), label, method))
+            half = (results.half(setting, method, error) or 0.0) if error else 0.0
+            found.append(Point(size / 1e6, value, family(method), label, method, half))
     return found
 
 

@@ -36,13 +36,15 @@ TITLES: WeakKeyDictionary[Figure, dict[str, list[str]]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scatter plot: its family (colour), its name under the pointer, perhaps a label beside it."""
+    """A point of a scatter plot: its family (colour), its name under the pointer, perhaps a label beside it, and half of the
+    interval of y, which is drawn as a bar."""
 
     x: float
     y: float
     family: str
     label: str = ""
     name: str = ""
+    error: float = 0.0
 
 
 def set_titles(figure: Figure, artist: Artist, titles: Sequence[str]) -> None:
@@ -135,10 +137,12 @@ def scatter_panels(
 ) -> Figure:
     """One scatter plot per panel, on common axes; points with a label carry it. width: of a panel, in inches.
 
-    symlog: the value up to which the vertical axis is linear, and above which it is logarithmic. colors: of the families that
-    points name, in the legend's order.
+    symlog: the value up to which the vertical axis is linear, and above which it is logarithmic where a point lies there.
+    colors: of the families that points name, in the legend's order.
     """
     rows = math.ceil(len(panels) / columns)
+    if symlog is not None and all(abs(point.y) <= symlog for points in panels.values() for point in points):
+        symlog = None
     figure, axes = subplots(rows, columns, (width * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
         _scatter(figure, axis, points, symlog, colors)
@@ -288,6 +292,9 @@ def draw_points(figure: Figure, axis: Axes, points: Sequence[Point], colors: Map
         if not mine:
             continue
         x, y = [point.x for point in mine], [point.y for point in mine]
+        if any(point.error for point in mine):
+            bars = [point.error for point in mine]
+            axis.errorbar(x, y, bars, fmt="none", ecolor=color, alpha=0.4, elinewidth=0.8)
         artist = axis.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0)
         titles = [f"{point.name or point.label}: {point.y:.4g} at {point.x:.4g}" for point in mine]
         set_titles(figure, artist, titles)

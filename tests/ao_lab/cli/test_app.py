@@ -271,6 +271,19 @@ def test_faults_keep_their_traceback(monkeypatch):
         main(["reproduce"])
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nodir", "and no folder with a config.json is there"),
+        ("Int4WeightOnlyConfig,group_size=32", "after a space, in quotes: 'Int4WeightOnlyConfig key=value"),
+    ],
+)
+def test_compare_says_how_configurations_are_written(capsys, tmp_path, given, said):
+    code, err = complaint(capsys, "compare", str(tmp_path), given)
+    assert code == 2
+    assert said in err
+
+
 def test_reproduce_of_some_configurations(monkeypatch, capsys):
     calls = []
     fake_experiments(monkeypatch, lambda names, **options: calls.append(options["only"]) or [])

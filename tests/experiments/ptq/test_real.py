@@ -104,7 +104,18 @@ def test_a_run_stopped_before_its_first_scheme_has_a_page(reproduced):
     dense = [row for row in rows if row.method in ("bfloat16", "file")]
     (section,) = real_page.real_sections(dense)
     assert (section.drawings, len(section.tables) > 0) == ([], True)
-    assert real_page.real_sections(rows)[0].drawings
+    (drawing,) = real_page.real_sections(rows)[0].drawings
+    axes = [axis for axis in drawing.figure.axes if axis.get_visible()]
+    assert all(axis.containers or not axis.collections for axis in axes)  # bars of intervals
+    run = real_page.real_runs(rows)[0]
+    results = next(iter(run.texts.values()))
+    found = real_page.points(
+        run, "loss, change", "bfloat16", results, False, "loss, standard error of the change"
+    )
+    assert all(
+        one.error == results.half("weights", one.name, "loss, standard error of the change") > 0
+        for one in found
+    )
 
 
 def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, capsys):
