@@ -86,8 +86,8 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     labels = "size of the model (MB, decimal)", "KL from the dense model (nats)"
     figure = front_panels(panels, *labels, COLORS, ylog=True)
     caption = (
-        f"{run.model}: loss against bytes, every method in every scheme. Lines join what nothing smaller is better than: of "
-        "rounding, of methods with data in one scheme, of the automatic choice."
+        f"{run.model}: loss against bytes, every method in every scheme. A line joins points that lose less than all "
+        "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice."
     )
     return Drawing(f"calibration-bytes-{run.ending}", caption, figure)
 

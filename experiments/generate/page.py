@@ -6,6 +6,7 @@ compiled for eight layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ao_lab.measure.turns import REPEAT
@@ -201,14 +202,24 @@ def measured(results: Results) -> list[str]:
 def speeds(where: Where, results: Results, setting: str) -> str:
     """All methods at one setting."""
     base = number(results.value(setting, BASE.name, TIME), 2) + " ms"
-    found = [
-        f"{one.name} {speed:.2f}"
+    found = {
+        one.name: speed
         for one in METHODS
         if one is not BASE and (speed := results.value(setting, one.name, SPEED)) is not None
-    ]
+    }
     changed = unsteady(where, results, setting)
+    again = (results.value(setting, BASE.name, REPEAT) or 1.0) if changed else 1.0
+    told = [f"{name} {speed:.2f}" for name, speed in found.items() if beyond(speed, again)]
+    alike = [name for name, speed in found.items() if not beyond(speed, again)]
+    words = [f"speed over it: {', '.join(told)}"] if told else []
+    words += [f"not told from it: {'; '.join(alike)}"] if alike else []
     ending = f" ({changed})" if changed else ""
-    return f"{where}, {setting}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
+    return f"{where}, {setting}: bfloat16 {base}; {'; '.join(words)}{ending}."
+
+
+def beyond(speed: float, again: float) -> bool:
+    """Whether a speed over bfloat16 lies further from 1 than bfloat16's last call from its first."""
+    return again == 1.0 or abs(math.log(speed)) > abs(math.log(again))
 
 
 def unsteady(where: Where, results: Results, setting: str) -> str:
@@ -219,7 +230,7 @@ def unsteady(where: Where, results: Results, setting: str) -> str:
         return ""
     return (
         f"bfloat16's last call took {again:.2f} of the time of its first: the host's speed changed by that much during the "
-        "table, and differences smaller than it mean nothing"
+        "table, and smaller differences are lost in it"
     )
 
 

@@ -117,7 +117,7 @@ class Scoreboard:
         counts = Counter(model_of(one) for one in self.values if one.measured is not None)
         name, times = next(iter(counts.most_common(1)), ("", 0))
         return (
-            f", {times} of them of one model, {name}"
+            f", {times} of them in one benchmark of {times} cases, {name}"
             if len(counts) > 1 and 2 * times > counts.total()
             else ""
         )

@@ -125,8 +125,8 @@ def test_the_count_is_of_the_lines():
         replace(published("time", 1.0, 2.0), model=f"{name} {size}")
         for name, size in zip("aaab", "1234", strict=True)
     ]
-    assert scoreboard(many).counted.endswith(", 3 of them of one model, a")
-    assert "of one model" not in scoreboard(many[2:]).counted
+    assert scoreboard(many).counted.endswith(", 3 of them in one benchmark of 3 cases, a")
+    assert "in one benchmark" not in scoreboard(many[2:]).counted
     assert [len(table.lines) for table in board.tables] == [1, 2]
     many = scoreboard([published("time", 1.0, 1.0)] * 41)
     assert [table.caption for table in many.tables] == ["Published values and ours: m"]
