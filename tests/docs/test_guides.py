@@ -1,5 +1,6 @@
 """The pages as a stranger types them: Python blocks, commands, names; and the words that they do not use."""
 
+import csv
 import importlib.util
 import json
 import pkgutil
@@ -204,3 +205,17 @@ def test_words_are_those_of_the_field(page):
 )
 def test_a_private_word_is_seen(text):
     assert PRIVATE.search(text)
+
+
+def test_times_of_calibration_are_those_of_the_rows():
+    """The table of calibrate.md, seconds of an H200."""
+    rows = csv.DictReader((ROOT / "reports" / "data" / "calibration.csv").read_text().splitlines())
+    setting = ("real SmolLM2-135M-Instruct/full/model", "int4_g64", "time to quantize")
+    found = {
+        row["method"]: float(row["value"])
+        for row in rows
+        if (row["table"], row["setting"], row["metric"]) == setting
+    }
+    page = (ROOT / "docs" / "guides" / "calibrate.md").read_text()
+    for method, name in (("gptq", "GPTQ"), ("awq + gptq", "AWQ, GPTQ")):
+        assert f"| H200 | {name} | 131,072 tokens | {found[method]:.0f} s |" in page
