@@ -228,7 +228,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         return []
     results = found[1]
     bars = {
-        f"decoding, {name}, batch 1": {
+        f"decoding, Llama-3.1-8B, {name}, batch 1": {
             "ao_lab": over_fastest(results, OURS, name),
             PEER: over_fastest(results, TORCHAO, name),
             f"published ({HARDWARE})": published_speedup(name),

@@ -250,7 +250,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     if results is None or row is None:
         return []
     theirs = results.value(setting, f"{TORCHAO}, rowwise", SPEED_RATIO)
-    bars = {"training step, FP8 rowwise": {"ao_lab": row.value, PEER: theirs}}
+    bars = {"step of two Llama-3-8B layers, FP8 training": {"ao_lab": row.value, PEER: theirs}}
     beside = "bfloat16" + ("" if theirs is None else f"; torchao {theirs:.2f}x")
     what = "speed of a compiled training step of two Llama-3-8B layers in FP8 (rowwise)"
     return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
@@ -326,7 +326,7 @@ def grid_section(where: Where, results: Results) -> Section:
     ]
     drawings.append(published_drawing(where))
     text = [*verdict(of_cells(results, SPEED)), *failures(results), *CELLS]
-    return Section(f"LayerNorm, linear, sigmoid ({where})", text, drawings)
+    return Section(f"LayerNorm, linear, sigmoid ({where})", text, drawings, drawn=results.rows)
 
 
 def eager_section(where: Where, results: Results) -> Section:
@@ -336,7 +336,7 @@ def eager_section(where: Where, results: Results) -> Section:
         for name, method in (("forced", linear.FORCED.name), ("tuned", linear.TUNED.name))
     ]
     text = [*verdict(of_cells(results, WALL)), *failures(results), EAGER]
-    return Section(f"LayerNorm, linear, sigmoid: eager steps ({where})", text, drawings)
+    return Section(f"LayerNorm, linear, sigmoid: eager steps ({where})", text, drawings, drawn=results.rows)
 
 
 def of_cells(results: Results, metric: str) -> list[Target]:

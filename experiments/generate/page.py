@@ -150,9 +150,11 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     if whole is None or row is None:
         return []
     names = {"int4 g128": "int4wo", "int8": "int8wo"}
-    bars = {f"generate(), {name}, 32 layers": {"ao_lab": whole.value(alone, name, SPEED)} for name in names}
+    bars = {
+        f"generate(), Llama-3.1-8B, {name}": {"ao_lab": whole.value(alone, name, SPEED)} for name in names
+    }
     bars |= {
-        f"generate(), {name}, 8 layers": {
+        f"generate(), 8 of its 32 layers, {name}": {
             "ao_lab": part.value(beside, name, SPEED),
             PEER: part.value(beside, f"torchao {theirs}", SPEED),
         }

@@ -104,7 +104,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         (one for where, one in by_run(current(rows), TORCHAO).items() if where == run[0]), Results([])
     )
     bars = {
-        f"linear layer, {words}, 1 token": {
+        f"linear layer {readable(SHAPE)}, {words}, 1 token": {
             "ao_lab": run[1].value(setting_of(1), name, SPEED),
             PEER: next((peers.value(setting_of(1), peer, SPEED) for peer in peer_of(name)), None),
         }

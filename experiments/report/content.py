@@ -137,17 +137,18 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of an experiment's page: paragraphs, then figures, then tables."""
+    """Part of an experiment's page: paragraphs, then figures, then tables. drawn: rows of figures that are in no table."""
 
     title: str
     paragraphs: Sequence[str] = ()
     drawings: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
+    drawn: Sequence[Row] = ()
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of all of its tables."""
-        return [row for table in self.tables for row in table.rows]
+        """The rows of all of its tables and figures."""
+        return [*(row for table in self.tables for row in table.rows), *self.drawn]
 
     @property
     def devices(self) -> list[str]:
@@ -161,7 +162,7 @@ class Section:
 
     @property
     def measured(self) -> str:
-        """Devices and days of its rows; nothing where its tables name none."""
+        """Devices and days of its rows; nothing where it names none."""
         return ", ".join(filter(None, (*self.devices, days_of(self.rows))))
 
 

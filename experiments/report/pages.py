@@ -87,7 +87,7 @@ FIRST_PAGES = ("index.html", "scoreboard.html", "history.html", "limits.html", "
 #: The figure of the first screen.
 OVERVIEW = "overview"
 #: Characters of a line of its labels.
-WRAPPED = 20
+WRAPPED = 24
 #: What pages share, in the folder beside them.
 ASSETS = ("report.css", "report.js")
 
@@ -312,7 +312,7 @@ def draw_overview(cards: Sequence[Card]) -> Drawing | None:
     series = {name: [values.get(name) for values in bars.values()] for name in names}
     labels = [textwrap.fill(label, WRAPPED) for label in bars]
     figure = dots(
-        labels, series, "speed over bfloat16", base=1.0, width=3.4, height=0.36, legend=1, written=True
+        labels, series, "speed over bfloat16", base=1.0, width=3.4, height=0.4, legend=1, written=True
     )
     rows = [card.row for card in cards]
     caption = f"Speed over bfloat16 of the same run, higher is faster ({', '.join((*runs_of(rows), days_of(rows)))})."

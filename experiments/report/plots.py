@@ -262,11 +262,27 @@ def heatmap(
     axis.set_xticks(
         range(len(columns)), columns, rotation=60, ha="right", fontsize=7.5, rotation_mode="anchor"
     )
+    if finite.size and grid.size <= MOST_WRITTEN:
+        write_cells(axis, grid, (finite.min() + finite.max()) / 2)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
     bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 12 / len(rows)), pad=0.02, anchor=(0.0, 1.0))
     bar.set_label(label)
     return figure
+
+
+#: Cells of a grid whose values are written into them.
+MOST_WRITTEN = 1200
+
+
+def write_cells(axis: Axes, grid: Any, middle: float) -> None:
+    """Each finite value in its cell, of three digits, dark where the colour is light."""
+    import numpy as np
+
+    for (place, column), value in np.ndenumerate(grid):
+        if math.isfinite(value):
+            color = "black" if value > middle else "white"
+            axis.text(column, place, f"{value:.3g}", ha="center", va="center", fontsize=5.5, color=color)
 
 
 def subplots(

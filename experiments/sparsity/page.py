@@ -238,7 +238,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     if run is None or row is None:
         return []
     dense, library = (run[1].value(setting, one, metric) for one in (products.DENSE_FP8, products.CUSPARSELT))
-    bars = {"matmul, FP8 with 2:4 weight": {"ao_lab": row.value, PEER: library}}
+    bars = {f"matmul {readable(LARGEST)}, FP8, 2:4 weight": {"ao_lab": row.value, PEER: library}}
     what = f"speed of a matmul ({readable(LARGEST)}) in FP8 with a 2:4 weight"
     beside = f"bfloat16; dense FP8 {number(dense, 2)}x, cuSPARSELt {number(library, 2)}x"
     return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
