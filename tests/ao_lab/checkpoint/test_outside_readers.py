@@ -90,7 +90,7 @@ def write(folder, source, kind, config):
     quantize_(model, config, lambda m, name: inner(m, name) and not name.endswith(kept), forward_loop=loop)
     saved = save_pretrained(model, folder)
     assert (saved.layout, saved.reasons) == ("compressed-tensors", ())
-    assert flat == any("one scale for all tokens" in line for line in saved.limits)
+    assert not any("two axes" in line for line in saved.limits)  # a small input has reached every layer
     expected(folder, model)
 
 
