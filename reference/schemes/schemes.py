@@ -320,7 +320,7 @@ def check_scheme(record: Scheme) -> None:
     _check_levels(record)
     if record.zero is not None:
         _check_zero(record, fmt)
-    _check_target(record, fmt)
+    _check_outer_target(record)
 
 
 def default_target(record: Scheme) -> float:
@@ -329,18 +329,11 @@ def default_target(record: Scheme) -> float:
     return fmt.limit - fmt.min if record.zero is not None else fmt.limit
 
 
-def _check_target(record: Scheme, fmt: Format) -> None:
+def _check_outer_target(record: Scheme) -> None:
     if record.outer is not None and record.outer.target == 0:
         raise ValueError(
             "an outer scale has a target of its own: over elements the element's largest value times that of the scales' "
             "storage, over scales the largest code"
-        )
-    # Half of a range of integers, as 127.5 of int8, is what other projects map a block's largest element onto.
-    largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
-    if record.scale.target > largest and not record.deviations:
-        raise ValueError(
-            f"target {record.scale.target:g} is beyond {largest:g}, the largest that {fmt.name} holds, so that a block's "
-            f"largest elements saturate; leave target out, or name the saturation in deviations of the scheme if it is meant"
         )
 
 

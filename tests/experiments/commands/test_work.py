@@ -79,4 +79,6 @@ def test_what_was_found_of_ones_own_model_is_shown(capsys, monkeypatch, tmp_path
     assert "Another" not in out
     assert "ptq.html" in err
     assert main([*given, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    found = json.loads(capsys.readouterr().out)
+    assert (found["written"], found["rows"]) == ([], [])
+    assert found["findings"] == ["Mine, perplexity +1.0%."]

@@ -100,7 +100,7 @@ def test_the_same_call_measures_nothing_again(folder, tmp_path, monkeypatch, cap
     monkeypatch.setattr(real, "measure", lambda *_: pytest.fail("measured again"))
     capsys.readouterr()
     assert reproduce(folder, tmp_path, "int8wo", patch=monkeypatch)[0] == 0
-    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+    assert "0 of them measured now" in json.loads(capsys.readouterr().out)["written"][0]["what"]
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

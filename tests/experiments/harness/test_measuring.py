@@ -78,7 +78,7 @@ def test_a_run_that_lost_something_publishes_and_fails(monkeypatch, capsys):
     assert "a file" in out
     assert "2 measurements were lost, dense, seed 0 first" in err
     assert main(["reproduce", "formats", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == [{"what": "rows", "where": "a file"}]
+    assert json.loads(capsys.readouterr().out) == {"written": [{"what": "rows", "where": "a file"}]}
     lost = []
     assert main(["reproduce", "formats"]) == 0
 

@@ -142,7 +142,7 @@ def test_the_same_call_measures_nothing_again(place, monkeypatch, capsys):
     monkeypatch.setattr("experiments.ptq.real.any_bench_of", lambda *_: pytest.fail("measured again"))
     capsys.readouterr()
     assert main(command(place)) == 0
-    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+    assert "0 of them measured now" in json.loads(capsys.readouterr().out)["written"][0]["what"]
 
 
 def test_the_page_has_a_section_for_each(place):

@@ -355,7 +355,7 @@ def test_the_command_on_own_text_and_again(folder, tmp_path, monkeypatch, capsys
     capsys.readouterr()
     monkeypatch.setattr(real, "measure", lambda *_: pytest.fail("measured again"))
     assert run_command(folder, tmp_path, *options, patch=monkeypatch)[0] == 0
-    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+    assert "0 of them measured now" in json.loads(capsys.readouterr().out)["written"][0]["what"]
 
 
 def test_a_limit_of_seconds_leaves_the_rest_for_the_next_run(folder, tmp_path, monkeypatch, capsys):
