@@ -23,7 +23,7 @@ EXTRAS = {
     "eval": ("lm_eval",),
     # Before the experiments, which need it too.
     "plot": ("matplotlib",),
-    "experiments": ("pandas", "matplotlib", "jinja2", "itables", "scipy", "sympy"),
+    "experiments": ("pandas", "matplotlib", "jinja2", "itables", "sympy"),
     "hf": ("transformers", "compressed_tensors"),
     "jax": ("jax", "jaxlib"),
     "models": ("transformers", "gguf", "accelerate"),

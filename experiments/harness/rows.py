@@ -270,9 +270,9 @@ class Interval:
 
 def interval(values: Sequence[float]) -> Interval:
     """The mean and its interval; ValueError for less than two values."""
-    from scipy.special import stdtrit
+    from ao_lab.measure.intervals import half_interval
 
     if len(values) < 2:
         raise ValueError(f"an interval takes at least 2 seeds, got {len(values)}")
-    quantile = float(stdtrit(len(values) - 1, 0.975))
-    return Interval(fmean(values), quantile * stdev(values) / math.sqrt(len(values)))
+    half = half_interval(stdev(values) / math.sqrt(len(values)), len(values))
+    return Interval(fmean(values), math.nan if half is None else half)  # None where values are not finite
