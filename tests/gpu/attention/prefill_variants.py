@@ -82,6 +82,8 @@ def changed(kernel: cuda.Kernel, changes: tuple[tuple[str, str], ...], folder: P
             )
         text = text.replace(old, new)
     (folder / f"{kernel.name}.cu").write_text(text)
+    for header in kernel.own:
+        (folder / header).write_text((kernel.folder / header).read_text())
     return replace(kernel, folder=folder)
 
 
