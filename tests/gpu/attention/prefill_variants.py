@@ -39,13 +39,13 @@ HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
 VARIANTS = {
-    "as served": Variant(), "two units": Variant(units=2), "queries inside": Variant(units=4, inside=True),
+    "one unit": Variant(), "two units": Variant(units=2), "queries inside": Variant(units=4, inside=True),
     "queries inside, three stages": Variant(3, units=4, inside=True),
     "queries inside, two units": Variant(units=2, inside=True),
 }  # fmt: skip
 #: Forms of all of a call.
 WHOLE = {
-    "as served": Variant(), "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
+    "one unit": Variant(), "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
     "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 LOADS = (
