@@ -135,7 +135,7 @@ KERNEL = Kernel(
 #: The same, which may begin while the launch in front ends: that of keys and values, never that which made the queries.
 EARLY = replace(KERNEL, programmatic=True)
 #: What serves where nothing else is asked for.
-SERVED = Variant(units=4, inside=True, heads=True)
+SERVED = Variant(units=2, heads=True)
 
 
 def refusal(
