@@ -26,13 +26,15 @@ from ao_lab.measure.turns import Plan, Span, Watch, cache_bytes, input_sets, pre
 from experiments.harness.bench import repeated, steady
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Stages, Values, Wrong, kernel
-from fast.kernels.triton_scaled_mm.block_norm import BLOCK, GROUP
-from fast.kernels.triton_scaled_mm.block_norm import SCHEME_NAME as BLOCKS
-from reference import Quantized
+from reference import SCHEMES, Quantized
+from reference.layers.block_norm import BLOCK
 
 NORM, EPILOGUE = "norm speed", "epilogue speed"
 TIME, ERROR = "time", "error against float32"
 ROWWISE, EPS = "fp8_rowwise", 1e-6
+#: What the epilogue writes: a scale for so many columns of a row.
+BLOCKS = "fp8_1x128"
+GROUP = SCHEMES[BLOCKS].scale.block
 #: What an error may be: each of two operands, and of codes the result, is within 1/16 of itself in e4m3.
 MOST_ERROR = 3 / 16
 PLANS = {"cuda": Plan(rounds=12, warmup=1, span=4e-3, seconds=3.0), "cpu": Plan(rounds=1, warmup=0, fewest=1)}

@@ -39,6 +39,11 @@ sys.meta_path.insert(0, Missing())
 import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find_spec(name, package)
+import importlib, pkgutil
+import experiments
+for module in pkgutil.walk_packages(experiments.__path__, "experiments."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 from experiments.harness.paths import Paths
 from experiments.report.pages import write_pages
 folder = Path(sys.argv[1])
@@ -46,8 +51,8 @@ write_pages(Paths(cache=folder / "cache", reports=folder))
 """
 
 
-def test_pages_are_written_without_triton(tmp_path):
-    """All of them, from a table of rows, in a process that cannot import it."""
+def test_experiments_are_imported_and_pages_written_without_triton(tmp_path):
+    """All of them, from a table of rows, in a process that cannot import it: torch for a CPU brings none."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "qat_overhead.csv").write_bytes((REPORTS / "data" / "qat_overhead.csv").read_bytes())
     subprocess.run([sys.executable, "-c", PAGES_WITHOUT, tmp_path], check=True, cwd=REPORTS.parent)
