@@ -329,31 +329,18 @@ def check_folders(source: Path, target: Path) -> None:
 def check_groups(source: Path, config: Config, name: str) -> None:
     """WrongInput, before anything long begins, where the groups of a configuration divide no matrix of the folder's files."""
     from ao_lab.checkpoint.io.shards import has_weights, look_at
+    from ao_lab.config.recipe import undividing
 
-    block = config.recipe().weight.scale.block
-    if (
-        not isinstance(block, int)
-        or block < 1
-        or config.recipe().weight.scale.partial
-        or not has_weights(source)
-    ):
+    scale = config.recipe().weight.scale
+    block = scale.block
+    if not isinstance(block, int) or block < 1 or scale.partial or not has_weights(source):
         return
     with wrong_input():
         specs = look_at(source).specs
     matrices = [spec.shape for spec in specs.values() if len(spec.shape) > 1]
-    lengths = sorted({length for shape in matrices for length in shape[-2:]})
-    if not matrices or any(length % block == 0 for length in lengths):
-        return
-    fitting = [size for size in GROUP_SIZES if all(shape[-1] % size == 0 for shape in matrices)]
-    out = f"; use a group size of {' or '.join(map(str, fitting))}" if fitting else ""
-    inputs = sorted({shape[-1] for shape in matrices})
-    raise WrongInput(
-        f"--config {name}: groups of {block} divide the inputs of no layer ({', '.join(map(str, inputs[:MOST_LENGTHS]))}){out}"
-    )
-
-
-#: Group sizes that are proposed, and lengths that a message names.
-GROUP_SIZES, MOST_LENGTHS = (32, 64, 128), 6
+    lengths = {length for shape in matrices for length in shape[-2:]}
+    if matrices and all(length % block for length in lengths):
+        raise WrongInput(f"--config {name}: {undividing(block, {shape[-1] for shape in matrices})}")
 
 
 def loaded(source: Path, config: Config, accepts: SkippedLayers, progress: Progress | None) -> Any:

@@ -8,8 +8,10 @@ computes the product (`ao_lab.gemm.select`). Configurations (`ao_lab.config.base
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
 from reference.arrays.namespace import choice
@@ -193,6 +195,16 @@ def named(scheme: str | Scheme | None) -> Scheme | None:
     return integer_scheme(int(bits), _named_block(group, rows), asymmetric is not None, STORED[ending])
 
 
+def remembered(scheme: Scheme) -> Scheme:
+    """The record, which came with a file; functions take its name from then on, unless the name means another record here."""
+    if scheme.name not in SCHEMES:
+        try:
+            named(scheme.name)
+        except ValueError:
+            SCHEMES[scheme.name] = scheme
+    return scheme
+
+
 def _named_block(group: str | None, rows: str | None) -> Block:
     return int(group) if group else -1 if rows else "tensor"
 
@@ -237,5 +249,20 @@ def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
 __all__ = [
     "ACCUMULATIONS", "KERNELS", "SPARSE_KERNELS", "Recipe", "SparseRecipe", "block_name", "cast_scales",
     "changed_recipe", "check_sparsity", "integer_scheme", "named", "numerics", "power_of_two_outer", "recipe_of",
-    "registered", "stretched", "unstorable_recipe",
+    "registered", "remembered", "stretched", "undividing", "unstorable_recipe",
 ]  # fmt: skip
+
+
+#: Lengths that a message names.
+MOST_LENGTHS = 6
+
+
+def undividing(block: int, lengths: Collection[int]) -> str:
+    """That groups of `block` divide none of the lengths of layers' inputs, and the largest power of two below it that
+    divides all; one scale per row where that is less than 8."""
+    common, shown = gcd(*lengths), sorted(lengths)
+    size = min(common & -common, 1 << block.bit_length() - 1)
+    way = f"use group_size={size}" if common % 8 == 0 else "use one scale per row (group_size=-1)"
+    more = ", ..." if len(shown) > MOST_LENGTHS else ""
+    named = f"{', '.join(map(str, shown[:MOST_LENGTHS]))}{more}"
+    return f"groups of {block} divide the inputs of no layer ({named}); {way}"

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.config.base import Config, FqnToConfig, kind_of
-from ao_lab.config.recipe import Recipe, changed_recipe
+from ao_lab.config.recipe import Recipe, changed_recipe, undividing
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.tensor.metadata import DTYPES
@@ -263,19 +262,13 @@ UNDIVIDED = re.compile(r"(\d+) elements are not divisible by the block size (\d+
 
 
 def undivided(reasons: Sequence[str]) -> str:
-    """Why blocks of one size divide the inputs of no layer, and the largest power of two that does; "" for other reasons."""
+    """Why blocks of one size divide the inputs of no layer, and what to use instead; "" for other reasons."""
     found = [UNDIVIDED.search(one) for one in reasons]
-    numbers = [(int(one[1]), int(one[2])) for one in found if one is not None]
-    if not numbers or len(numbers) < len(reasons) or len({block for _, block in numbers}) > 1:
+    numbers = {(int(one[1]), int(one[2])) for one in found if one is not None}
+    blocks = {block for _, block in numbers}
+    if None in found or len(blocks) != 1:
         return ""
-    lengths, block = sorted({length for length, _ in numbers}), numbers[0][1]
-    common = gcd(*lengths)
-    way = (
-        f"use group_size={min(common & -common, 1 << block.bit_length() - 1)}"
-        if common % 8 == 0
-        else "use one scale per row (group_size=-1)"
-    )
-    return f"groups of {block} divide the inputs of no layer ({', '.join(map(str, lengths))}); {way}"
+    return undividing(blocks.pop(), {length for length, _ in numbers})
 
 
 # Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.

@@ -377,7 +377,8 @@ def register(record: Record) -> Record:
     record: a `Format`, which schemes may then name, or a `Scheme`; it comes back, so that one line makes and registers it.
     Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
 
-    ValueError where the name belongs to another record (names are never given anew), TypeError for anything else.
+    ValueError where the name belongs to another record (names are never given anew), and for a new scheme whose target is
+    beyond what its elements hold unless its `deviations` say so; TypeError for anything else.
     """
     if not isinstance(record, (Format, Scheme)):
         raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
@@ -388,10 +389,27 @@ def register(record: Record) -> Record:
             f"{record.name!r} is the name of another {type(record).__name__.lower()}; give this one a name of its own"
         )
     if known is None:
+        if isinstance(record, Scheme):
+            _check_target(record)
         table[record.name] = record  # type: ignore[assignment]
         if isinstance(record, Scheme):
             RECORDS[record.name] = record
     return record
+
+
+def _check_target(record: Scheme) -> None:
+    """ValueError for a target with which the largest elements of every block saturate, unless `deviations` name that.
+
+    Half of a range of integers, as 127.5 of int8, is what other projects map a block's largest element onto. Records that are
+    not registered are not looked at: parts of recipes of training have such targets.
+    """
+    fmt, target = record.format, record.scale.target
+    largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
+    if target > largest and not record.deviations:
+        raise ValueError(
+            f"target {target:g} of {record.name} is beyond {largest:g}, the largest that {fmt.name} holds, so that a block's "
+            f"largest elements saturate; leave target out, or name the saturation in deviations of the scheme if it is meant"
+        )
 
 
 def format_fields(fmt: Format) -> dict[str, Any]:

@@ -133,6 +133,15 @@ def test_a_target_that_is_left_out_is_the_elements_limit(scheme):
     refused(ValueError, "an outer scale has a target", replace, SCHEMES["nvfp4"], outer=outer)
 
 
+def test_a_target_that_saturates_is_registered_only_where_it_is_meant(scheme):
+    """A record that has it is made all the same: recipes of training hold such ones."""
+    for name, target in (("mxfp8_e4m3", 449.0), ("int8_rowwise", 127.6), ("int4_g32_asymmetric", 15.1)):
+        made = replace(SCHEMES[name], name="beyond", scale=replace(SCHEMES[name].scale, target=target))
+        refused(ValueError, f"target {target:g} of beyond is beyond", register, made)
+        assert "beyond" not in SCHEMES
+    assert register(replace(made, deviations=("saturates",))).scale.target == target
+
+
 def test_again_and_under_a_taken_name(scheme):
     assert register(replace(scheme)) == scheme
     assert register(replace(POSIT)) == POSIT
