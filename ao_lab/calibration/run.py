@@ -59,8 +59,7 @@ from ao_lab.calibration.residence import Residence, moved_batches, needs_residen
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
-from ao_lab.calibration.static import InputScales
-from ao_lab.calibration.statistics import Statistics
+from ao_lab.calibration.statistics import InputScales, Statistics
 from ao_lab.calibration.tokens import HELD_OUT, SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales

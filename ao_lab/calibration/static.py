@@ -6,82 +6,35 @@ step="prepare", data, step="convert" (`ao_lab.transforms.data`). `statistic` say
 `ao_lab.calibration.statistics.Statistic`.
 
 An observer belongs to one weight: it sees the inputs of the layers that have it, and quantizes the weight at the end.
-`InputScales` is the one for static scales; methods that choose codes from data (GPTQ, AWQ) are others, which a configuration
-names in `Config.observer`.
+`ao_lab.calibration.statistics.InputScales` is the one for static scales; methods that choose codes from data (GPTQ, AWQ) are
+others, which a configuration names in `Config.observer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import nn
-
-import reference
-from ao_lab.calibration.statistics import STATISTICS, MinMax, Statistic
 from ao_lab.config.base import Config, Observer, operands, static_scales
 from ao_lab.config.classes import NO_LAYOUT, float8_scheme
 from ao_lab.config.compressed_tensors import OWN
 from ao_lab.config.granularity import PER_ROW, PerTensor, block_of, is_asymmetric
-from ao_lab.config.recipe import Recipe, integer_scheme
-from ao_lab.tensor.chunked import quantized_weight
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.config.recipe import integer_scheme
 from reference import Scales, Scheme
 from reference.arrays.namespace import choice
 
+#: Ranges of inputs by name; `ao_lab.calibration.statistics` has what keeps them.
+NAMES = ("minmax", "absmax", "moving_average", "percentile")
 
-def statistic_of(wanted: Any) -> Callable[[], Statistic]:
-    """What makes a new statistic: of a name, or itself; ValueError or TypeError for anything else."""
+
+def check_statistic(wanted: Any) -> None:
+    """ValueError or TypeError for what is neither the name of a statistic nor a function that makes one."""
     if isinstance(wanted, str):
-        return STATISTICS[choice(wanted, tuple(STATISTICS), "statistic")]
-    if not callable(wanted):
+        choice(wanted, NAMES, "statistic")
+    elif not callable(wanted):
         raise TypeError(
             f"statistic is a name or a function that makes a new one for each layer, got {type(wanted).__name__}"
         )
-    return wanted  # type: ignore[no-any-return]
-
-
-@dataclass
-class InputScales:
-    """Static scales of a layer's input, for a scheme with one scale for all inputs."""
-
-    scheme: Scheme
-    statistic: Statistic = field(default_factory=MinMax)
-    #: Tensors seen, without empty ones.
-    seen: int = 0
-    #: The dtype of the last one: schemes that compute in the input's dtype have scales in it.
-    dtype: torch.dtype | None = None
-
-    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Take in an input."""
-        if x.numel():
-            self.statistic.update(x.detach())
-            self.seen += 1
-            self.dtype = x.dtype
-
-    def unsupported_reason(self) -> str | None:
-        """No input, NaN or infinity among them, or a range of zero, from which no scale follows."""
-        if not self.seen:
-            return "no input was seen"
-        sample = self.statistic.sample()
-        if not bool(sample.isfinite().all()):
-            return "NaN or infinity was seen"
-        return None if bool(sample.any()) else "no range but that of zeros was seen (their amax is 0)"
-
-    def scales(self) -> Scales:
-        """The scale, and zero point, of what was seen."""
-        if not self.seen:
-            raise ValueError("no input was seen, so that there are no scales; run data through the layer")
-        with torch.inference_mode(False):
-            sample = self.statistic.sample().cpu().clone()
-            sample = sample.to(self.dtype) if self.scheme.scale.compute == "input" else sample
-            return reference.choose_scales(sample, self.scheme)
-
-    def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
-        """The weight, rounded to nearest, with the input's scales."""
-        return quantized_weight(dense, recipe, axis=axis, input_scales=self.scales())
 
 
 #: Torchao's: watch inputs; take the scales that were found.
@@ -96,7 +49,7 @@ class StaticConfig(Config, registered=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        statistic_of(self.statistic)
+        check_statistic(self.statistic)
         if (scheme := self.recipe().activation) is None or scheme.scale.block != "tensor" or scheme.outer:
             raise ValueError(
                 f"{type(self).__name__}: a static scale is one number for all inputs, not {scheme and scheme.name}; tokens, "
@@ -134,6 +87,8 @@ class StaticConfig(Config, registered=False):
                 f"{type(self).__name__}: loaders of compressed-tensors add act_quant_zero_point before they round; give a "
                 f"symmetric act_quant_scale, or use layout='ao_lab'"
             )
+        import torch
+
         rounded = torch.as_tensor(scale).detach().to(torch.bfloat16).to(torch.float32)
         changed: Any = {"act_quant_scale": rounded}
         return replace(result, **changed)._with_changes(result.changes)
@@ -143,7 +98,10 @@ class StaticConfig(Config, registered=False):
         scheme = self.recipe().activation
         if self.fixed[0] is not None or scheme is None:
             return None
-        return InputScales(scheme, statistic_of(self.statistic)())
+        from ao_lab.calibration.statistics import STATISTICS, InputScales
+
+        kind = STATISTICS[self.statistic] if isinstance(self.statistic, str) else self.statistic
+        return InputScales(scheme, kind())
 
 
 @dataclass(frozen=True)

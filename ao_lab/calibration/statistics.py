@@ -20,7 +20,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+import reference
+from ao_lab.config.recipe import Recipe
+from ao_lab.tensor.chunked import quantized_weight
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import Seen
+from reference import Scales, Scheme
 from reference.calibration.inputs import tree_sum
 
 #: Tokens of one piece, a power of two: a subtree of the sum of all, so that pieces change no bit.
@@ -141,12 +146,54 @@ class Percentile:
         return torch.where(ends_of_range < 0, -values, values)
 
 
+#: By the names that configurations take, `ao_lab.calibration.static.NAMES`.
 STATISTICS: dict[str, Callable[[], Statistic]] = {
     "minmax": MinMax,
     "absmax": AbsMax,
     "moving_average": MovingAverage,
     "percentile": Percentile,
 }
+
+
+@dataclass
+class InputScales:
+    """Static scales of a layer's input, for a scheme with one scale for all inputs."""
+
+    scheme: Scheme
+    statistic: Statistic = field(default_factory=MinMax)
+    #: Tensors seen, without empty ones.
+    seen: int = 0
+    #: The dtype of the last one: schemes that compute in the input's dtype have scales in it.
+    dtype: torch.dtype | None = None
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Take in an input."""
+        if x.numel():
+            self.statistic.update(x.detach())
+            self.seen += 1
+            self.dtype = x.dtype
+
+    def unsupported_reason(self) -> str | None:
+        """No input, NaN or infinity among them, or a range of zero, from which no scale follows."""
+        if not self.seen:
+            return "no input was seen"
+        sample = self.statistic.sample()
+        if not bool(sample.isfinite().all()):
+            return "NaN or infinity was seen"
+        return None if bool(sample.any()) else "no range but that of zeros was seen (their amax is 0)"
+
+    def scales(self) -> Scales:
+        """The scale, and zero point, of what was seen."""
+        if not self.seen:
+            raise ValueError("no input was seen, so that there are no scales; run data through the layer")
+        with torch.inference_mode(False):
+            sample = self.statistic.sample().cpu().clone()
+            sample = sample.to(self.dtype) if self.scheme.scale.compute == "input" else sample
+            return reference.choose_scales(sample, self.scheme)
+
+    def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
+        """The weight, rounded to nearest, with the input's scales."""
+        return quantized_weight(dense, recipe, axis=axis, input_scales=self.scales())
 
 
 def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:

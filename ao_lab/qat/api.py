@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.static import InputScales
+from ao_lab.calibration.statistics import InputScales
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.layers import (

@@ -8,8 +8,16 @@ from torch import nn
 
 import reference
 from ao_lab import AbsMax, MinMax, MovingAverage, Percentile
-from ao_lab.calibration.static import InputScales, statistic_of
-from ao_lab.calibration.statistics import PIECE, STATISTICS, Hessian, SquareSums, Statistics, square_sums
+from ao_lab.calibration.static import NAMES
+from ao_lab.calibration.statistics import (
+    PIECE,
+    STATISTICS,
+    Hessian,
+    InputScales,
+    SquareSums,
+    Statistics,
+    square_sums,
+)
 from ao_lab.config.recipe import named
 from ao_lab.transforms.data import watching
 
@@ -136,9 +144,7 @@ def test_a_percentile_of_all_is_minmax_in_bfloat16():
 @pytest.mark.parametrize("name", sorted(STATISTICS))
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_an_obstacle(name, bad):
-    made = watched(
-        "int8_tensorwise", statistic_of(name)(), [torch.ones(3), torch.tensor([bad]), torch.ones(3)]
-    )
+    made = watched("int8_tensorwise", STATISTICS[name](), [torch.ones(3), torch.tensor([bad]), torch.ones(3)])
     assert made.unsupported_reason() == "NaN or infinity was seen"
 
 
@@ -163,9 +169,10 @@ def test_nothing_seen_is_an_obstacle():
     assert made.unsupported_reason() == "no input was seen"
     with pytest.raises(ValueError, match="no input was seen"):
         made.scales()
+    assert tuple(STATISTICS) == NAMES
     for name in STATISTICS:
         with pytest.raises(ValueError, match="nothing was seen"):
-            statistic_of(name)().sample()
+            STATISTICS[name]().sample()
 
 
 def test_scales_seen_in_inference_mode_are_ordinary_tensors():
