@@ -16,7 +16,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test nightly nightly-newest docs lint style types contract exhaustive mutation release-check install install-test clean
+.PHONY: help reproduce speed test nightly nightly-newest docs lint style types contract exhaustive mutation release-check check-pins install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -66,6 +66,9 @@ mutation: install-test    ## break one rule at a time and see the tests object
 
 release-check:       ## build sdist and wheel, install the wheel in a fresh environment and use it (ARGS=--full: with torch)
 	$(PYTHON) .ci/release.py check $(ARGS)
+
+check-pins:          ## ask the package index whether every version of constraints.txt is there (needs a network, installs nothing)
+	$(PYTHON) -m pip install --dry-run --quiet --no-deps --ignore-installed --requirement constraints.txt $(ARGS)
 
 install: ; @$(INSTALL) run
 

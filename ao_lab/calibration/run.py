@@ -257,6 +257,8 @@ class Job:
         flat = [t for t in targets if not is_batched(t)]
         layers = [(t.name, module) for t in flat for module in t.layers.values()]
         batches: Any = self.batches if self.batches is not None else self.request.batches
+        if holds_batches(batches):
+            batches = self.counted(batches)
         if self.residence is not None:
             batches = moved_batches(batches, self.residence.device)
         with nullcontext() if self.ranks is None else self.ranks.together():
@@ -269,6 +271,13 @@ class Job:
         lent -= set(self.observers)
         check_reached(capture, [name for name in names_of(flat) if name not in lent], "quantize_")
         return capture
+
+    def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each of which `progress` is told before it runs."""
+        count = f" of {len(batches)}" if isinstance(batches, Sequence) else ""
+        for number, batch in enumerate(batches, 1):
+            self.say(f"inputs of the blocks, batch {number}{count}")
+            yield batch
 
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
         """Quantize one block by the inputs that its layers have now, or take it from an earlier call."""

@@ -587,12 +587,14 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
 
 
 def publish(found: Comparison, folder: Path) -> None:
-    """The table, and the picture for light and dark pages."""
+    """The table, and the picture for light and dark pages where the folder has none of this table yet."""
     from ao_lab.plot.style import save
 
-    write_text(folder / TABLE, found.to_markdown())
-    for name, theme in ((PICTURE, "light"), (DARK, "dark")):
-        save(found.plot(theme=theme), folder / name, f"Loss against size of configurations of {found.model}.")
+    table, (file, *pictures) = found.to_markdown(), [folder / name for name in (TABLE, PICTURE, DARK)]
+    kept = file.is_file() and file.read_text("utf-8") == table and all(one.is_file() for one in pictures)
+    write_text(file, table)
+    for one, theme in zip(pictures, ("light", "dark"), strict=True) if not kept else ():
+        save(found.plot(theme=theme), one, f"Loss against size of configurations of {found.model}.")
 
 
 __all__ = ["compare"]

@@ -27,6 +27,7 @@ from ao_lab.tensor.sparse import not_sparse, quantized_compressed, unstorable
 from ao_lab.transforms.layers import (
     TABLES,
     Slot,
+    adapters_of_peft,
     check_model,
     contraction_axis,
     is_transposed,
@@ -44,6 +45,7 @@ from reference.quantize.blocks import Blocks
 from reference.sparsity.compress import is_plain
 
 ALREADY = "already quantized"
+ADAPTER = "an adapter of peft, which is trained beside the weight; merge_and_unload() adds it to that"
 
 
 @dataclass
@@ -85,6 +87,7 @@ def planned(
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = QuantizationPlan(), 0, Checks(device, streamed)
     away = frozenset() if streamed or again or watching else offloaded(model)
+    adapters = adapters_of_peft(model)
     for slot in quantizable_parameters(model):
         wanted, reason = decide(slot.path, slot.module, slot.full)
         matched += wanted is not None
@@ -93,7 +96,8 @@ def planned(
         else:
             if not isinstance(slot.parameter, QuantizedTensor):
                 refuse_offloaded([slot.full], away)
-            reason = _entered(plan, wanted, slot, check) or reason
+            adapter = ADAPTER if id(slot.module) in adapters else None
+            reason = adapter or _entered(plan, wanted, slot, check) or reason
         plan.reasons[slot.full] = reason
     others = passed_over(model, lambda path, module, full: decide(path, module, full)[0] is not None)
     plan.reasons.update({full: other_reason(module) for full, (module, _) in others.items()})

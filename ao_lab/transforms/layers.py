@@ -90,6 +90,17 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
     return module.unsupported_reason() if isinstance(module, ConvertedModule) else None
 
 
+def adapters_of_peft(model: nn.Module) -> set[int]:
+    """Ids of the modules that are, or lie in, adapters: peft's layers name the attributes that hold them."""
+    return {
+        id(part)
+        for module in model.modules()
+        for name in getattr(type(module), "adapter_layer_names", ())
+        if isinstance(held := getattr(module, name, None), nn.Module)
+        for part in held.modules()
+    }
+
+
 def first_matrix(module: nn.Module) -> str | None:
     """The name of a module's first own parameter with two axes or more; None where it has none."""
     own = module.named_parameters(recurse=False)

@@ -247,9 +247,9 @@ def test_padding_changes_no_bit():
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_is_outside_of_the_blocks_is_rounded(offload):
     model, expected = stack(), stack()
-    calls = []
+    calls, batches = [], inputs()
     report = quantize_(
-        model, INT4, calibration=inputs(), methods=(Clip(),), offload=offload, progress=lambda *told: calls.append(told)
+        model, INT4, calibration=batches, methods=(Clip(),), offload=offload, progress=lambda *told: calls.append(told)
     )  # fmt: skip
     quantize_(expected, INT4)
     assert same(model.head.weight, expected.head.weight)
@@ -259,6 +259,7 @@ def test_what_is_outside_of_the_blocks_is_rounded(offload):
     )
     phases = [
         "inputs of the blocks",
+        *(f"inputs of the blocks, batch {number} of {len(batches)}" for number in range(1, len(batches) + 1)),
         *(f"{name}: statistics of its inputs" for name in ("blocks.0", "blocks.1")),
     ]
     assert [name for name, *_ in calls if name in phases] == phases

@@ -14,7 +14,7 @@ import ao_lab
 from ao_lab import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.tensor import libraries
 from ao_lab.tensor.libraries import make_dense
-from tests.support.loops import IDS, adapted, logits, model, with_tables
+from tests.support.loops import IDS, adapted, logits, model, twin, with_tables
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
@@ -69,6 +69,18 @@ def test_methods(method, kind):
     merged = with_adapters.merge_and_unload(safe_merge=True)
     assert (logits(merged) - before).norm() < close * before.norm()
     assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
+
+
+def test_adapters_are_left_in_high_precision():
+    """Of a model that has adapters already their weights still train, whatever a filter accepts."""
+    with_adapters = adapted(twin(model("int8 weight-only")))
+    report = ao_lab.quantize_(
+        with_adapters, ao_lab.NF4WeightOnlyConfig(), lambda module, name: "layers" in name
+    )
+    left = {layer.name: layer.reason for layer in report.left if "lora_" in layer.name}
+    trained = {name for name, parameter in with_adapters.named_parameters() if parameter.requires_grad}
+    assert {*left} == trained
+    assert all("an adapter of peft" in str(reason) for reason in left.values())
 
 
 def test_what_saving_says_is_true(tmp_path):
