@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -31,6 +32,12 @@ PAGES = (
 #: Libraries whose versions rows name, where they are installed.
 LIBRARIES = ("torch", "triton", "numpy", "jax", "torchao", "transformers")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, with which kernels are chosen."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def printed(*command: str, root: Path = ROOT) -> str | None:

@@ -3,7 +3,8 @@
 A row says which kernel ran, and at which commit. Which one is chosen today `fast.gemm.choose` says, of a Hopper GPU of 132
 multiprocessors, without a GPU here. Where both differ the row is shown with both names, and no figure, finding, headline or
 target is made of it. Rows of before kernels were named say "fused" alone: of these the family that is chosen today must have
-existed at their commit, which git knows; where there is no history nothing is said of them.
+existed at their commit, which git knows; where there is no history nothing is said of them. Nor is anything of any row where
+Triton is not installed, with which kernels are chosen: pages say so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.codes import BLOCK
 from ao_lab.tensor.metadata import recipe_reason
-from experiments.harness.revision import DIRTY, printed
+from experiments.harness.revision import DIRTY, has_triton, printed
 from experiments.harness.rows import ROOT, Row, table_parts
 from experiments.linear.tables import EXPERTS, OF_OURS
 from fast.gemm import families
@@ -69,7 +70,8 @@ def _compared(
     """The state of a line, and what `outdated` says."""
     kind, ran = named(kernel)
     rows = setting.partition(" ")[0]
-    if kind not in KINDS or not rows.isdigit() or not any(gpu in device for gpu in GPUS):
+    of_gpus = kind in KINDS and rows.isdigit() and any(gpu in device for gpu in GPUS)
+    if not of_gpus or not has_triton():
         return "", ""
     today = family_today(*table_parts(table)[::2], method, int(rows))
     if today is None:

@@ -34,7 +34,7 @@ from ao_lab.cli.terminal import say
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.revision import commit
+from experiments.harness.revision import commit, has_triton
 from experiments.harness.rows import Row
 from experiments.report import families, peers, questions
 from experiments.report.content import (
@@ -342,16 +342,14 @@ def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]]) -> Written:
     return written
 
 
-def has_triton() -> bool:
-    """Whether Triton is installed, with which kernels are chosen."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def write_families(folder: Path) -> Written:
     """The page of kernel families, which reads no rows; it stays as it is without Triton, in whose kernels sizes are chosen."""
     paths = [folder / f"families.{kind}" for kind in ("md", "html")]
     if not has_triton():
-        say(f"{shown(paths[0])} stays as it is: kernels are chosen with Triton, which is not installed here")
+        say(
+            f"{shown(paths[0])} stays as it is, and lines of `linear` are not compared with the kernels that are chosen today: "
+            "they are chosen with Triton, which is not installed here (pip install triton)"
+        )
         return []
     tables = families.tables()
     for path in paths:
