@@ -346,7 +346,8 @@ def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     2**23 <= S < 2**24 and the midpoint (M 2**k +- 1) / 2**j beside t, M being 1, 3, 5 or 7 and k from 22 to 25, a quotient so
     near asks for |X 2**i - S (M 2**k +- 1)| <= 8 with i of 39 or more. So S lies at most 8 from a multiple of 2**22, and the
     terms below 2**39 cancel only if M = 1, t = 1/4 and S = 2**24 - 1. There (1 - s m) m rounded towards zero gives the right
-    side and rounded to nearest a tie (`reciprocal_error_cut`; a test tries every S).
+    side and rounded to nearest a tie (`reciprocal_error_cut`; a test tries every S). 8-bit floats with -0 take for m the
+    largest number that is not above 1 / s (`reciprocal_below`): the error is below 2**-45 there, and -0 stays.
     """
     scale = scheme.scale
     if scheme.outer is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import is_nan
+from fast.kernels.bits import bits_of, float_of, is_nan
 
 # Quotients and reciprocals that are correctly rounded, without the branches of division for rare exponents.
 
@@ -68,6 +68,14 @@ def corrected_quotient(v, inverse_divisor, error):
 def reciprocal_error(inverse_divisor, divisor):
     """1 / divisor less m, which is 1 / divisor rounded."""
     return tl.fma(negative_by_product(divisor), inverse_divisor, 1.0) * inverse_divisor
+
+
+@triton.jit
+def reciprocal_below(inverse_divisor, divisor):
+    """Of m, 1 / divisor rounded, the largest float32 that is not above 1 / divisor: what it lacks has no sign, so that -0 times
+    it is -0, and the corrected quotient of -0 as well. The correction's own error is below 2**-45 of the quotient then."""
+    above = tl.fma(negative_by_product(divisor), inverse_divisor, 1.0) < 0.0
+    return float_of(bits_of(inverse_divisor) - above.to(tl.int32))
 
 
 @triton.jit

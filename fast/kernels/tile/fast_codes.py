@@ -30,6 +30,7 @@ from fast.kernels.sm90.bit_tricks import (
     integer_values,
     mask_unless_poisoned,
     nibble_words,
+    reciprocal_below,
     reciprocal_error,
     reciprocal_error_cut,
     reciprocal_rn,
@@ -249,6 +250,8 @@ def scaled(v, inv_scale, divisor, zero, SCHEME: tl.constexpr):
     if SCHEME.corrected and SCHEME.has_outer:
         y = corrected_quotient(v, inv_scale, reciprocal_error_cut(inv_scale, divisor))
     elif SCHEME.corrected:
+        if SCHEME.kind == "float" and SCHEME.negative_zero:
+            inv_scale = reciprocal_below(inv_scale, divisor)
         y = corrected_quotient(v, inv_scale, reciprocal_error(inv_scale, divisor))
     else:
         y = v * inv_scale

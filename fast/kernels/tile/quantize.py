@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import MAGNITUDE, bits_of, float_of, is_nan, narrow, order_key, read, widened
+from fast.kernels.bits import MAGNITUDE, NAN, bits_of, float_of, is_nan, narrow, order_key, read, widened
 from fast.kernels.rules.elements import TO_INTEGER, store_packed
 from fast.kernels.rules.scales import double_scale, floored, loaded_scale, outer_scale
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
@@ -172,6 +172,9 @@ def _store_by_fast_path(
         store_codes(codes, at, inside, block, exists, v, inv_scale, divisor, z, SCHEME, OP.packed)
     if OP.output != "":
         c = combined(s, outer, SCHEME, "float32")
+        if SCHEME.on_ordinary and SCHEME.kind == "float" and not SCHEME.has_outer:
+            # A scale of 0, of a block of zeros: 0 / 0 is NaN, which `rounded_values` does not keep.
+            c = float_of(tl.where(c == 0.0, NAN, bits_of(c)))
         value = rounded_values(v, inv_scale, divisor, z, SCHEME)
         tl.store(y + at, finished(value * c, c, OP.output), mask=inside)
 

@@ -66,6 +66,15 @@ def quotients(dtype: str, size: int) -> Array:
     return (x * np.exp2(np.arange(len(x)) % 9 - 4)[:, None]).astype(NUMPY[dtype])
 
 
+def zeros(dtype: str, size: int) -> Array:
+    """Blocks of zeros of both signs beside one element, of all significands of 8 bits and both signs; every ninth has none."""
+    row = np.arange(256)
+    x = np.where(np.arange(size) % 3, -0.0, 0.0) * np.ones((256, 1))
+    x[row, row % size] = (1 + row % 128 / 128) * np.where(row < 128, 1, -1) * np.exp2(row % 5 - 2)
+    x[::9] = np.copysign(0.0, x[::9])
+    return x.astype(NUMPY[dtype])
+
+
 def ordinary(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The rows all of whose blocks are ordinary, as many as a power of two, and none where there are none."""
     least, most = bounds(codes_of(scheme), str(x.dtype).removeprefix("torch."))
@@ -91,7 +100,9 @@ def compare_record(scheme: Scheme, dtype: str) -> None:
     """Ordinary blocks, then all."""
     block = scheme.scale.block
     size = block if isinstance(block, int) and 0 < block <= WIDTH else WIDTH
-    made: dict[str, Any] = {"quotients": to_torch(quotients(dtype, size).reshape(-1, WIDTH))}
+    made: dict[str, Any] = {
+        of.__name__: to_torch(of(dtype, size).reshape(-1, WIDTH)) for of in (quotients, zeros)
+    }
     others = inputs(scheme, dtype, 0.02)
     made |= {label: x for label, x in others if label in KINDS}
     for label, x in made.items():

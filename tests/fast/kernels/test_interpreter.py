@@ -158,6 +158,7 @@ CONVENTIONS = (
         "torchao.mxfp4_rceil",
         "torchao.mxfp6_e2m3_even",
         "torchao.fp8_1x128_inference",
+        "torchao.fp8_1x128_inference_e5m2",
     ),
     ("torchao.int8_g32", "torchao.int4_g32_asymmetric", "torchao.int8_g32_no_clipping", "torchao.intx4_g32"),
     (
