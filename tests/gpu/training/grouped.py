@@ -239,6 +239,8 @@ def check_graph(name: str, case: Any, device: str) -> list[str]:
     x, g = (t.nan_to_num(0.5, 0.5, 0.5) for t in (x, g))
     static = offsets.clone()
     stream = torch.cuda.Stream()
+    # Or it reads ends of groups that are not written yet.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step(x, w, g, static, RECIPES[name])
     torch.cuda.synchronize()
