@@ -128,7 +128,11 @@ def own_memory(w: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """The transposed matrix of bytes, contiguous."""
+    """The transposed matrix of bytes, contiguous; TypeError for elements of another size, whose bytes would be torn apart."""
+    if x.element_size() != 1:
+        raise TypeError(
+            f"transposed takes a matrix of one-byte codes, got {x.dtype} of shape {tuple(x.shape)}; use x.t().contiguous()"
+        )
     if torch.compiler.is_compiling() or is_transformed() or not has_kernels(x):
         return x.t().contiguous()
     from fast.kernels.rowwise_colwise.turned import turned_bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ao_lab.gemm.choices import Problem, problem_of
-from ao_lab.training.casts import STREAMS, Matrix, quantize_one, transposed
+from ao_lab.training.casts import STREAMS, Matrix, quantize_one
 from ao_lab.training.products import scheme_key
 from ao_lab.tuning.samples import TrainingSample
 from reference.training.recipe import Product
@@ -43,7 +43,7 @@ def pairs_of(sample: TrainingSample) -> Iterator[Pair]:
     x, w, g = sample.x, sample.w, sample.g
     tensors = {"output": (x, w)}
     if g is not None:
-        tensors |= {"input_grad": (g, transposed(w)), "weight_grad": (transposed(g), transposed(x))}
+        tensors |= {"input_grad": (g, _turned(w)), "weight_grad": (_turned(g), _turned(x))}
     for name, (a, b) in tensors.items():
         record: Product = getattr(sample.recipe, name)
         stream = STREAMS.get({"input_grad": "g", "weight_grad": "g.T"}.get(name, ""), 0)
@@ -52,6 +52,11 @@ def pairs_of(sample: TrainingSample) -> Iterator[Pair]:
         keys = scheme_key(left), scheme_key(right)
         problem = problem_of(name, *keys, shape, x.dtype, record.accumulation)
         yield Pair(problem, record, left, right, a, b, x.dtype)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """A dense matrix transposed, contiguous."""
+    return x.t().contiguous()
 
 
 Call = Callable[[], object]

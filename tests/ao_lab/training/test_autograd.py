@@ -84,6 +84,16 @@ def test_seeds_do_not_know_the_default_device(name):
     assert torch.equal(*grads)
 
 
+def test_only_bytes_are_transposed_as_bytes():
+    """On every device: a kernel for bytes reads other elements as twice or four times as many of them."""
+    codes = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    assert torch.equal(casts.transposed(codes), codes.t())
+    with pytest.raises(
+        TypeError, match=r"one-byte codes, got torch\.bfloat16 of shape \(3, 4\); use x\.t\(\)"
+    ):
+        casts.transposed(codes.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp4", marks=pytest.mark.nightly)])
 def test_layers_without_outputs(name):
     """Gradients of zeros, as of nn.Linear."""
