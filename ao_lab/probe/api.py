@@ -16,7 +16,7 @@ from ao_lab.probe.candidates import candidates_of
 from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import BUDGET, ModelErrors, ProbeReport, SiteLine, judged
 from ao_lab.probe.reservoir import Reservoir
-from ao_lab.probe.sites import Site, matrix, refuse_unseen, sites_of
+from ao_lab.probe.sites import Site, refuse_unseen, sites_of
 from ao_lab.transforms.data import Call, calibrating, calls_of
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.plan import Filter, Progress
@@ -70,7 +70,7 @@ def probe_(
 
     def see(site: Site, x: torch.Tensor) -> None:
         sample = samples[site.name]
-        chosen = sample.choose(matrix(x))
+        chosen = sample.choose(x)
         chosen.check(site.name)
         sample.add(chosen)
         most[site.name] = max(most.get(site.name, 0), x.numel() // x.shape[-1])

@@ -10,9 +10,10 @@
 
 In 99 of 100 steps nothing is there: no hook, no copy, and a compiled model runs its program. A step that is due runs eagerly,
 compiled models too (`torch.compiler.set_stance`), so that nothing is compiled anew, with a hook at each site that keeps some
-tokens: their inputs, and the gradients at their outputs. So a probe costs, of a step's time, (one eager step less one of
-the ordinary ones, plus the copies of `tokens` rows a site) / every; `overhead` is what was measured on the host's clock. Errors
-are found from the kept tokens and the weights of the moment when `report` is called.
+tokens: their inputs, and the gradients at their outputs. Which ones is drawn in time by their number, not by the batch's, and
+the host waits for the device once, where tokens join the sample. So a probe costs, of a step's time, (one eager step less one
+of the ordinary ones, plus the copies of `tokens` rows a site) / every; `overhead` is what was measured on the host's clock.
+Errors are found from the kept tokens and the weights of the moment when `report` is called.
 
 Under DistributedDataParallel and FSDP2 each process keeps tokens of its own data, and `gather` joins them; weights that are
 sharded are gathered one after the other in `report`, which all processes call then. With `gradients=True` the error of each
@@ -36,7 +37,7 @@ from ao_lab.probe.candidates import candidates_of, gradient_errors, products_of,
 from ao_lab.probe.files import State, read_state, write_state
 from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import ProbeReport, SiteLine, judged
-from ao_lab.probe.reservoir import Chosen, Reservoir
+from ao_lab.probe.reservoir import Chosen, Reservoir, all_finite
 from ao_lab.probe.sites import Site, matrix, refuse_unseen, sites_of, watching
 from ao_lab.transforms.plan import Filter
 from reference.arrays.namespace import choice
@@ -122,9 +123,10 @@ class Probe:
         pending, noise = self._pending, self._noise
         self._close()
         try:
-            for site in self.sites:  # the first layer that has them is told of
-                for chosen in pending.get(site.name, ()):
-                    chosen.check(site.name)
+            if not all_finite(chosen for some in pending.values() for chosen in some):
+                for site in self.sites:  # the first layer that has them is told of
+                    for chosen in pending.get(site.name, ()):
+                        chosen.check(site.name)
             _check_noise(noise)
         except ValueError:
             self.skipped += 1
@@ -148,12 +150,11 @@ class Probe:
     def _see(self, site: Site, x: torch.Tensor, g: torch.Tensor | None) -> None:
         if self._open is None:
             return  # a backward after the step has ended
-        rows = matrix(x)
         with torch.no_grad():
-            chosen = self.samples[site.name].choose(rows, None if g is None else matrix(g), float(self.steps))
+            chosen = self.samples[site.name].choose(x, g, float(self.steps))
             self._pending.setdefault(site.name, []).append(chosen)
             if self.gradients and g is not None:
-                self._add_noise(site, rows, matrix(g))
+                self._add_noise(site, matrix(x), matrix(g))
 
     def _add_noise(self, site: Site, x: torch.Tensor, g: torch.Tensor) -> None:
         half = len(x) // 2

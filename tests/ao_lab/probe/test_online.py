@@ -10,8 +10,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from ao_lab import Probe
+from ao_lab.probe.reservoir import Reservoir
 from reference import dequantize
 from reference.probe import errors
+from reference.probe.sampling import sampled
 from reference.training.linear import operands
 from tests.ao_lab.probe.test_probe import data, network
 from tests.support.distributed.ranks import check_on_ranks
@@ -65,6 +67,18 @@ def test_kept_tokens_are_inputs_beside_their_gradients():
     rows = {one.numpy().tobytes() for one in torch.cat(seen)}
     assert len(sample.x) == 40
     assert {one.numpy().tobytes() for one in torch.cat([sample.x, sample.g], 1)} <= rows
+
+
+def test_rows_of_a_layer_along_another_axis():
+    """Places count tokens as a matrix of all of them has them, and what is kept does not copy the others."""
+    x = torch.randn(6, 5, 40).transpose(1, 2)
+    g = torch.randn(6, 40, 3)
+    chosen = Reservoir(16, seed=1).choose(x, g)
+    places = sampled(240, 16, seed=1).places
+    assert torch.equal(chosen.x, x.reshape(-1, 5)[places])
+    assert torch.equal(chosen.g, g.reshape(-1, 3)[places])
+    assert (chosen.count, chosen.x.untyped_storage().nbytes()) == (240, 16 * 5 * 4)
+    assert torch.equal(Reservoir(4).choose(x[0, 0]).x, x[0, :1])
 
 
 def test_the_report_has_all_three_products_and_the_noise_of_gradients():
