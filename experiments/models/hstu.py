@@ -201,7 +201,14 @@ class RelativeBias(nn.Module):
         # log2 of 0 seconds and of 1 is bucket 0; exponents are exact, logarithms round.
         seconds = (query_time - key_time).clamp(min=1).to(torch.float32)
         bucket = (torch.frexp(seconds).exponent - 1).long().clamp(max=len(self.times) - 1)
-        return self.positions[distance] + self.times[bucket]
+        distance, bucket = torch.broadcast_tensors(distance, bucket)
+        return entries(self.positions, distance) + entries(self.times, bucket)
+
+
+def entries(table: Tensor, index: Tensor) -> Tensor:
+    """table[index] of a table (L) and an index (..., K), whose gradient is summed row by row of K first. Of plain indexing a
+    GPU adds all that meet in one entry one after the other, and there are millions of indices for tens of entries."""
+    return table.expand(*index.shape[:-1], -1).gather(-1, index)
 
 
 #: q, k, v: (T, heads, width) -> (T, heads, width).

@@ -21,6 +21,7 @@ from experiments.models.hstu import (
     Sequences,
     blocked_attention,
     candidate_index,
+    entries,
     padded_attention,
     random_batch,
     ranking_loss,
@@ -88,6 +89,17 @@ def test_a_layer_is_the_papers_equations(changed, attention, monkeypatch):
     x = torch.randn(batch.longest, config.width, dtype=torch.float64)
     expected = by_formula(layer, x, batch.times, batch.longest - 5)
     torch.testing.assert_close(layer(x, batch.layout()), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_entries_are_those_of_plain_indexing():
+    """Values and gradients: sums of quarters are exact in any order."""
+    table = torch.arange(6.0, requires_grad=True)
+    index = torch.arange(24).reshape(2, 3, 4) * 5 % 6
+    gradient = torch.arange(24.0).reshape(2, 3, 4) / 4
+    plain, mine = table[index], entries(table, index)
+    assert torch.equal(plain, mine)
+    wanted, found = (torch.autograd.grad(one, table, gradient)[0] for one in (plain, mine))
+    assert torch.equal(wanted, found)
 
 
 @pytest.mark.parametrize("attention", [padded_attention, blocked_attention])
