@@ -238,6 +238,8 @@ Work = Callable[[], list[Row]]
 #: What a process sends back: the rows, or what went wrong.
 Answer = list[Row] | str
 SPAWN = multiprocessing.get_context("spawn")
+#: Seconds after which a line says what is measured, where nothing was finished.
+TELL = 30.0
 #: Seconds that a process gets to end by itself.
 PATIENCE = 5.0
 #: Names of what was lost: a run publishes what it has, and then ends as one that failed.
@@ -248,8 +250,8 @@ def measure_each(
     title: str, works: Mapping[str, Work], workers: int, deadline: Deadline, keep: Callable[[str, list[Row]], None]
 ) -> None:  # fmt: skip
     """Call `keep` with name and rows of each measurement as it is finished; nothing starts that the deadline would not reach,
-    by the longest one so far. With one worker all run here, and an error is raised; with more they are pickled, and what is
-    lost is said on stderr and remembered in LOST."""
+    by the longest one so far, and of several workers none goes on GRACE seconds beyond it. With one worker all run here, and an
+    error is raised; with more they are pickled, and what is lost is said on stderr and remembered in LOST."""
     made = at_once(works, workers, deadline) if workers > 1 else one_by_one(works, deadline)
     with bar(title, len(works)) as step, closing(made):
         for name, rows in made:
@@ -282,7 +284,13 @@ def at_once(
                 pool.begin(name, works[name])
             if not pool.busy:
                 return
-            for name, answer, seconds in pool.finished():
+            done = pool.finished(min(deadline.left() + GRACE, TELL))
+            if not done:
+                late = deadline.left() <= -GRACE
+                say(f"{'stopped, as the end has come' if late else 'under way'}: {pool}")
+                if late:
+                    return
+            for name, answer, seconds in done:
                 longest = max(longest, seconds)
                 if isinstance(answer, str):
                     LOST.append(name)
@@ -309,9 +317,13 @@ class Pool:
         worker.begin(name, work)
         self.busy[worker.pipe] = worker
 
-    def finished(self) -> list[tuple[str, Answer, float]]:
-        """Wait until at least one process has an answer or has died: names, answers and seconds of all that have."""
-        ready = wait(list(self.busy))
+    def __str__(self) -> str:
+        now = time.perf_counter()
+        return "; ".join(f"{one.name}, {now - one.started:.0f} s" for one in self.busy.values())
+
+    def finished(self, seconds: float) -> list[tuple[str, Answer, float]]:
+        """Wait until a process has an answer or has died, so many seconds at most: names, answers and seconds of those."""
+        ready = wait(list(self.busy), max(seconds, 0.0))
         done = [self.busy.pop(pipe) for pipe in list(self.busy) if pipe in ready]
         found = [(one.name, one.answer(), time.perf_counter() - one.started) for one in done]
         self.idle += [one for one in done if one.process.is_alive()]

@@ -84,11 +84,15 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
         for kind in (fused_speed.NORM, fused_speed.EPILOGUE)
     )
     yield from (*norms[:2], epilogues[0])
-    for name, workload in dense_speed.WORKLOADS.items():
-        yield _dense(dense_speed.SPEED, name, workload, dense_speed.methods_of(name), settings.device)
+    first, *others = (
+        _dense(dense_speed.SPEED, name, workload, dense_speed.methods_of(name), settings.device)
+        for name, workload in dense_speed.WORKLOADS.items()
+    )
+    yield first
     for drawn in (table_speed.UNIFORM, table_speed.ZIPF):
         work = partial(table_speed.measure, drawn, settings.device)
         yield Turns(table_speed.TABLES, RANDOM, drawn, table_speed.METHODS, work)
+    yield from others  # minutes each
     yield from (*norms[2:], *epilogues[1:])
     for batch in BATCHES:
         workload = dense_speed.dcn(dense_speed.NORMS, batch)

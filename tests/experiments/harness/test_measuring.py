@@ -89,6 +89,22 @@ def test_nothing_starts_after_the_limit():
     assert found == {}
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_does_not_end_in_time_is_stopped_and_told_of(tmp_path, monkeypatch, capfd):
+    """One that ends is kept, one that lasts ten minutes is named and ends with the run."""
+    monkeypatch.setattr(measuring, "GRACE", 0.0)
+    monkeypatch.setattr(measuring, "TELL", 1.0)
+    found, given = {}, {"short": works.process, "long": partial(works.slow, tmp_path)}
+    started = time.perf_counter()
+    measure_each("x", given, 2, Deadline(6.0), gather(found))
+    assert time.perf_counter() - started < 60
+    assert set(found) == {"short"}
+    err = capfd.readouterr().err
+    assert "under way: long, " in err
+    assert "stopped, as the end has come: long, " in err
+    assert not any(is_alive(one.name) for one in tmp_path.iterdir())
+
+
 def is_alive(number):
     """Whether a process runs; one that has ended and was waited for is gone."""
     return Path(f"/proc/{number}").exists()
@@ -96,7 +112,7 @@ def is_alive(number):
 
 @pytest.mark.usefixtures("quick")
 def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
-    def stopped(pipes):
+    def stopped(pipes, seconds):
         while len(begun := list(tmp_path.iterdir())) < 2:
             time.sleep(0.05)
         assert all(is_alive(one.name) for one in begun)

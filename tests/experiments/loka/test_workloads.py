@@ -64,6 +64,8 @@ def test_lines(tmp_path):
     )
     timed = [*workloads.speed_lines(full), *workloads.shape_lines(full)]
     assert {line.kind for line in timed} == set(workloads.IN_TURN)
+    order = [line.setting for line in timed]
+    assert order.index("DLRMv2-DCN") < order.index("uniform ids") < order.index("Wukong 22.2 GFLOP")
     assert not [*workloads.shape_lines(quick)]
 
 
