@@ -195,16 +195,6 @@ def named(scheme: str | Scheme | None) -> Scheme | None:
     return integer_scheme(int(bits), _named_block(group, rows), asymmetric is not None, STORED[ending])
 
 
-def remembered(scheme: Scheme) -> Scheme:
-    """The record, which came with a file; functions take its name from then on, unless the name means another record here."""
-    if scheme.name not in SCHEMES:
-        try:
-            named(scheme.name)
-        except ValueError:
-            SCHEMES[scheme.name] = scheme
-    return scheme
-
-
 def _named_block(group: str | None, rows: str | None) -> Block:
     return int(group) if group else -1 if rows else "tensor"
 
@@ -249,7 +239,7 @@ def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
 __all__ = [
     "ACCUMULATIONS", "KERNELS", "SPARSE_KERNELS", "Recipe", "SparseRecipe", "block_name", "cast_scales",
     "changed_recipe", "check_sparsity", "integer_scheme", "named", "numerics", "power_of_two_outer", "recipe_of",
-    "registered", "remembered", "stretched", "undividing", "unstorable_recipe",
+    "registered", "stretched", "undividing", "unstorable_recipe",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, recipe_of, remembered
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, recipe_of
 from ao_lab.gemm.codes import BLOCK
 from fast.dispatch import PLAIN, has_kernels, is_traced, is_transformed
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason
@@ -136,8 +136,8 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
             f"kernel {kernel!r} supports weights in {SPARSE} storage only, this one's is {layout!r}"
         )
     recipe = recipe_of(
-        weight=remembered(scheme_from(fields["weight"])),
-        activation=None if activation is None else remembered(scheme_from(activation)),
+        weight=scheme_from(fields["weight"]),
+        activation=None if activation is None else scheme_from(activation),
         kernel=kernel,
         accumulation=fields["accumulation"],
         rotation=fields.get("rotation", 0),

@@ -400,7 +400,6 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 32))
 ao_lab.load_pretrained(sys.argv[1], model)
 wanted = torch.load(sys.argv[2])
 assert torch.equal(model[0].weight.dequantize(), wanted)
-assert reference.SCHEMES["e3m4_rows"] == model[0].weight.scheme
 print("RESULT", model[0].weight.scheme.element, reference.FORMATS["float8_e3m4_tested"].mantissa_bits)
 """
 
