@@ -94,8 +94,7 @@ TEXT = (
     "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
     (
         "torchao's int8 weight-only layers take a time that grows with the batch where steps are compiled with several "
-        "tokens (0.03 and 0.01 of bfloat16 at batch 16 and 64, where eager steps have 0.67 to 0.71): the reason is not "
-        "known."
+        "tokens, far above that of their eager steps: the reason is not known."
     ),
     (
         "Warm-up is the time of the calls before the timed ones: {compiling} where steps are compiled (compilation and "
