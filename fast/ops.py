@@ -116,10 +116,25 @@ def register(
     operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_vmap(_one_by_one(operator))
+    _call_directly(operator, implementation, backward is not None)
     if backward is None:
         return operator
     operator.register_autograd(backward, setup_context=save)
     return _differentiable(operator, backward, save)
+
+
+def _call_directly(operator: Any, implementation: Callable[..., Any], differentiable: bool) -> None:
+    """Let an operator call its implementation on GPUs without what torch puts around that in Python.
+
+    A compiled training step calls four such operators a layer, and that wrapping, which records gradients and compares the
+    memory of results with that of arguments, takes the host longer than a prepared launch. Where there is no gradient none is
+    recorded, on CPUs either: the functions detach what they give to such operators (`fast.dispatch`). Memory is compared on
+    CPUs still, where the same implementations are tested.
+    """
+    name = operator._opoverload._schema.name
+    for key in () if differentiable else ("AutogradCPU", "AutogradCUDA"):
+        operator._lib.impl(name, torch.library.fallthrough_kernel, key)
+    operator._lib.impl(name, implementation, "CUDA")
 
 
 def _differentiable(

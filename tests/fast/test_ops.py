@@ -73,6 +73,25 @@ def test_the_operator(name):
     assert set(torch.library.opcheck(operator, CALLS[name]).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("name", ["both_values", "swiglu"])
+def test_operators_call_their_implementation_on_gpus(name, monkeypatch):
+    """Past what torch puts around it on CPUs, which compares memory: the same values."""
+    operator, given = getattr(torch.ops.ao_lab, name).default, (WIDE, "mxfp8_e4m3")
+    given = (WIDE, WIDE.clone()) if name == "swiglu" else given
+    wanted = operator(*given)
+    monkeypatch.setattr("torch._library.utils._c_check_aliasing_constraint", None)
+    with pytest.raises(TypeError, match="not callable"):
+        operator(*given)
+    found = operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *given)
+    pairs = zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_operators_that_have_no_gradient_record_none():
+    values = torch.ops.ao_lab.both_values(WIDE.clone().requires_grad_(), "mxfp8_e4m3")
+    assert not any(one.requires_grad for one in values)
+
+
 def test_operators_without_a_gradient_say_so():
     x = X.clone().requires_grad_()
     y = torch.ops.ao_lab.matmul(x, *CALLS["matmul"][1:])

@@ -1,6 +1,6 @@
 """Microseconds that a call takes the host for each quantized weight; runs without a GPU.
 
-    PYTHONPATH=. python tests/gpu/host_time.py [dense int8wo int4wo int8dq]
+    PYTHONPATH=. python tests/gpu/host_time.py [dense int8wo int4wo int8dq bfloat16 rowwise tensorwise]
 
 100 linear layers of 64 x 64, one row of bfloat16, the least of 150 calls. "compiled": by `torch.compile` with a compiler whose
 programs compute nothing, so that what is left are guards and what torch does with inputs; then without the guards that
@@ -9,6 +9,11 @@ put aside; of dense layers with the product (1 x 1, so that it is nothing), as i
 tensors that pass for a GPU's, all but what the driver does; looked up as the first call is, then prepared as all others are.
 "cold": the first figure of "compiled" and the last of "launched" where 64 MB are read before each call, the median: a model's
 host forgets as much between two tokens.
+
+Recipes of training ("bfloat16": none): 14 layers, 256 rows, forward and backward by themselves, "eager" and "compiled" by
+torch.compile's own compiler. CPU tensors pass for a GPU's, Triton's launches and the sums of `torch._scaled_mm` are put aside,
+and operators call what they call on GPUs; products of "bfloat16" run, as they are the floor that the others are compared with.
+"casts": microseconds of each operator of a step, of what it calls in Python, and of that one's launches and buffers.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,9 +38,13 @@ import ao_lab
 from ao_lab.compile.generation import guard_options
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training import products, reuse
 from fast import dispatch
 from fast.launch import launcher
 from fast.launch.launcher import CompiledLaunch
+from fast.quantize.quantize import quantize_op
+from fast.quantize.rowwise_colwise import quantize_both_op
+from reference.training.recipe import RECIPES
 from tests.ao_lab.gemm.capability import ASKED_BY
 
 CONFIGS: dict[str, Callable[[], Any] | None] = {
@@ -44,6 +54,10 @@ CONFIGS: dict[str, Callable[[], Any] | None] = {
     "int8dq": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
 }
 LAYERS, WIDTH, CALLS = 100, 64, 150
+#: Recipes of training, layers and rows of a step; a step's casts by operator.
+TRAINED, TRAINED_LAYERS, ROWS = ("bfloat16", "rowwise", "tensorwise"), 14, 256
+OPERATORS = {"quantize": quantize_op, "quantize_both": quantize_both_op}
+CASTS = ("quantize w", "quantize w.T", "quantize_both x")
 MEMORY = torch.zeros(16 << 20)
 
 
@@ -113,17 +127,25 @@ def eager(name: str) -> float:
         matmul_ops.select_product = product
 
 
+def put_aside(self: CompiledLaunch, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
+    """`CompiledLaunch.run` without what the driver does."""
+    signature = (device, *(None if p is None else p.dtype for p in pointers))
+    self.compiled.setdefault(signature, SimpleNamespace(function=lambda stream, addresses: None))
+    return signature
+
+
+#: What lets CPU tensors pass for a GPU's.
+ON_GPU = (
+    (CompiledLaunch, "run", put_aside), (dispatch, "has_kernels", lambda x: True), (launcher, "current_device", lambda: -1),
+    (launcher, "current_stream", lambda index: 0),
+)  # fmt: skip
+
+
 def launched(name: str) -> tuple[float, float, float]:
     """Of a call on a GPU without what the driver does: before `matmul_ops` had programs, and with them."""
 
-    def run(self: CompiledLaunch, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
-        signature = (device, *(None if p is None else p.dtype for p in pointers))
-        self.compiled.setdefault(signature, SimpleNamespace(function=lambda stream, addresses: None))
-        return signature
-
     changes = (
-        (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (launcher, "current_device", lambda: -1),
-        (launcher, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (dispatch, "CALLS", {}),
+        *ON_GPU, (QuantizedTensor, "is_cuda", True), (dispatch, "CALLS", {}),
         *((module, "capability", lambda index: (9, 0)) for module in ASKED_BY),
     )  # fmt: skip
     x, times = torch.ones(1, 1, WIDTH, dtype=torch.bfloat16), []
@@ -137,15 +159,114 @@ def launched(name: str) -> tuple[float, float, float]:
     return times[0][0], *times[1]
 
 
+# Training
+
+
+def no_sums(
+    a: torch.Tensor, b: torch.Tensor, *given: Any, out_dtype: Any = None, out: Any = None, **others: Any
+) -> torch.Tensor:
+    """`torch._scaled_mm` without its sums."""
+    dtype = given[4] if len(given) > 4 else out_dtype
+    return torch.empty((a.shape[0], b.shape[1]), dtype=dtype) if out is None else out
+
+
+@contextmanager
+def passing_for_gpu() -> Iterator[None]:
+    """Training steps of CPU tensors run as those of a GPU's would, without launches and sums, while this lasts."""
+    quick, torchs = (
+        torch.library.Library("ao_lab", "IMPL", "CPU"),
+        torch.library.Library("aten", "IMPL", "CPU"),
+    )
+    chosen = [(module, "select_product", lambda *_: "scaled_mm") for module in (products, reuse)]
+    changes = (*ON_GPU, *chosen, (reuse, "has_kernels", lambda x: True), (dispatch, "CALLS", {}))
+    with ExitStack() as stack, warnings.catch_warnings(action="ignore"):
+        for owner, attribute, value in changes:
+            stack.enter_context(mock.patch.object(owner, attribute, value))  # type: ignore[arg-type]
+        for one in (quick, torchs):
+            stack.callback(one._destroy)
+        for name, implementation in OPERATORS.items():
+            quick.impl(name, implementation)
+        for name in ("_scaled_mm", "_scaled_mm.out"):
+            torchs.impl(name, no_sums)
+        reuse.forget()
+        yield
+        reuse.forget()
+
+
+def step_times(recipe: str, compile_it: bool) -> tuple[float, float]:
+    """Microseconds a layer of the quickest forward and of the quickest backward."""
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(TRAINED_LAYERS))
+    net, times = nn.Sequential(*layers).bfloat16(), []
+    if recipe != "bfloat16":
+        ao_lab.convert_for_training_(net, recipe)
+    torch.compiler.reset()
+    call = torch.compile(net) if compile_it else net
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(CALLS + 10):
+        started = time.perf_counter()
+        y = call(x)
+        forward, g = time.perf_counter() - started, torch.ones_like(y)
+        started = time.perf_counter()
+        y.backward(g)
+        times.append((forward, time.perf_counter() - started))
+        net.zero_grad()
+        x.grad = None
+    return tuple(min(column) / TRAINED_LAYERS * 1e6 for column in zip(*times[10:], strict=True))  # type: ignore[return-value]
+
+
+def cast_times(label: str, recipe: str) -> list[float]:
+    """Microseconds of a cast of a step: its operator, what that calls in Python, and launches and buffers alone."""
+    x = torch.randn(ROWS if label.endswith("x") else WIDTH, WIDTH, dtype=torch.bfloat16)
+    name, scheme = label.split()[0], RECIPES[recipe].output.a.scheme
+    rest = (False, [], False) if name == "quantize_both" else (-1, False, None, None, None, None)
+    given = (x.t() if label.endswith(".T") else x, scheme.key if scheme else "", *rest)
+    operator, implementation = getattr(torch.ops.ao_lab, name).default, OPERATORS[name]
+    dispatch.CALLS.clear()
+    implementation(*given)
+    ((call, _),) = dispatch.CALLS.values()
+    sizes = call._sizes  # type: ignore[attr-defined]
+    parts = lambda: operator(*given), lambda: implementation(*given), lambda: call._run((x,), sizes)  # type: ignore[attr-defined]
+    return [quickest(one) for one in parts]
+
+
+def quickest(call: Callable[[], Any], calls: int = 300) -> float:
+    """Microseconds of a call, of the quickest of 40 times so many."""
+    least_time = float("inf")
+    with torch.no_grad():
+        for _ in range(40):
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            least_time = min(least_time, time.perf_counter() - started)
+    return least_time / calls * 1e6
+
+
+def trained(recipe: str) -> str:
+    """A line of a recipe's steps, and one of its casts."""
+    with passing_for_gpu():
+        steps = {kind: step_times(recipe, kind == "compiled") for kind in ("eager", "compiled")}
+        casts = {label: cast_times(label, recipe) for label in CASTS if recipe != "bfloat16"}
+    text = ", ".join(
+        f"{kind} {forward:6.1f} {backward:6.1f} us" for kind, (forward, backward) in steps.items()
+    )
+    parts = (f"{label} {' '.join(f'{one:5.1f}' for one in times)} us" for label, times in casts.items())
+    return text + "".join(f"\n    casts: {part}" for part in parts)
+
+
 def main() -> int:
     """Both, of the configurations that are named, or of all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", choices=[*CONFIGS, []], metavar="NAME", help=f"of {', '.join(CONFIGS)}; all"
-    )
-    for name in parser.parse_args().names or CONFIGS:
+        "names", nargs="*", choices=[*CONFIGS, *TRAINED, []], metavar="NAME",
+        help=f"of {', '.join((*CONFIGS, *TRAINED))}; all",
+    )  # fmt: skip
+    for name in parser.parse_args().names or (*CONFIGS, *TRAINED):
+        if name in TRAINED:
+            sys.stdout.write(f"torch {torch.__version__} {name:10} {trained(name)}\n")
+            sys.stdout.flush()
+            continue
         (first, cold), *others = (compiled(name, frozen) for frozen in (None, False, True))
         guards = " ".join(f"{one:6.2f}" for one in (first, *(warm for warm, _ in others)))
         times = f"compiled {guards} us (cold {cold:6.2f}), eager {eager(name):6.2f} us"
