@@ -84,7 +84,7 @@ LIMITED = (
     "distributed",
 )
 #: Those whose trainings can run in several processes.
-SEVERAL = ("fp8_training", "sparsity", "loka")
+SEVERAL = ("fp8_training", "sparsity", "loka", "optimizers")
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:

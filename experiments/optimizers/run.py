@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from experiments.harness.measuring import Deadline, bar, keep
+from experiments.harness.measuring import Deadline, bar, keep, measure_each
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.optimizers import speed, training, updates
-from experiments.optimizers.training import BASE, GAPS, PAIRED, PLANS
+from experiments.optimizers.training import GAPS, PAIRED, PLANS
 from experiments.runs.run import Settings
 
 EXPERIMENT = "optimizers"
@@ -78,24 +78,24 @@ def _speed(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row
 
 
 def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
-    plan = PLANS[settings.scale]
-    name, data = plan.training.model.name, settings.corpus.name
-    lines = [
-        (seed, method) for seed in range(plan.seeds) for method in training.methods_of(plan, settings.device)
-    ]
-    with bar("trainings", len(lines)) as step:
-        for seed, method in lines:
-            label = BASE if method is None else method.name
-            one = replace(settings, seed=seed)
-            if (
-                not journal.finished(table_name(PAIRED, settings.scale, data), name, label, seed)
-                and deadline.left() > 0
-            ):
-                values = training.train(one, plan, method, seed)
-                journal.add(one.rows(EXPERIMENT, PAIRED, data, name, label, values))
-            step(f"{label}, seed {seed}")
-    journal.add(gap_rows(settings, name, data, journal.rows))
+    plan, table = PLANS[settings.scale], table_name(PAIRED, settings.scale, settings.corpus.name)
+    name = plan.training.model.name
+    # All seeds of a method before the next one: a gap needs them.
+    lines = [(one, seed) for one in training.names_of(plan, settings.device) for seed in range(plan.seeds)]
+    works = {
+        f"{method}, seed {seed}": partial(_trained, replace(settings, seed=seed), plan, method)
+        for method, seed in lines
+        if not journal.finished(table, name, method, seed)
+    }
+    measure_each("trainings", works, settings.workers, deadline, lambda _, rows: journal.add(rows))
+    journal.add(gap_rows(settings, name, settings.corpus.name, journal.rows))
     return []
+
+
+def _trained(settings: Settings, plan: training.Plan, method: str) -> list[Row]:
+    """Rows of a training, in a process of its own where several run at once."""
+    values = training.train(settings, plan, training.named(method), settings.seed)
+    return settings.rows(EXPERIMENT, PAIRED, settings.corpus.name, plan.training.model.name, method, values)
 
 
 def gap_rows(settings: Settings, setting: str, data: str, rows: Sequence[Row]) -> list[Row]:

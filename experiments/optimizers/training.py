@@ -97,12 +97,16 @@ FULL = Plan(
 PLANS = {"quick": QUICK, "full": FULL}
 
 
-def methods_of(plan: Plan, device: str) -> list[Method | None]:
-    """None for the base, then those of the plan that can train on the device."""
+def names_of(plan: Plan, device: str) -> list[str]:
+    """The base, then the methods of the plan that can train on the device."""
     return [
-        None,
-        *(one for one in METHODS if one.name in plan.methods and (device == "cuda" or not one.half)),
-    ]
+        BASE, *(one.name for one in METHODS if one.name in plan.methods and (device == "cuda" or not one.half))
+    ]  # fmt: skip
+
+
+def named(name: str) -> Method | None:
+    """A method by name, which another process can be given; None: the base."""
+    return next((one for one in METHODS if one.name == name), None)
 
 
 def train(settings: Settings, plan: Plan, method: Method | None, seed: int) -> Values:
