@@ -30,6 +30,7 @@ from ao_lab.policy.options import (
     Option,
     StepTime,
     check_probed,
+    check_timed,
     measured_times,
     options_of,
     step_seconds,
@@ -252,8 +253,10 @@ def dispatch_(
     Leaving a layer unconverted is always an option, and every uniform policy is among the choices: on the same measurements
     none within the budget is faster. Nothing is measured again during training; `Policy.drifted` compares with a later report.
 
-    ValueError for recipes without errors in the report, a report of another model, no common layers, budgets that are not
-    positive, and layers that train with a recipe already. After an error the model is unchanged.
+    ValueError, before anything is measured, for recipes without errors in the report, a report of another model, budgets that
+    are not positive, layers that train with a recipe already, and a device without FP8 units unless measure is given; then for
+    no common layers. A UserWarning names layers that measure gave no dense time of: they stay dense. After an error the model
+    is unchanged.
     """
     check_model(model)
     if not budget > 0 or not most_noise > 0:
@@ -261,12 +264,15 @@ def dispatch_(
     records = [recipe_of(one) for one in (report.candidates if recipes is None else recipes)]
     modules = dict(model.named_modules())
     check_probed(report, records, modules)
+    room = room_of(report, budget)
     names = [line.name for line in report.sites if isinstance(modules.get(line.name), nn.Linear)]
     for name in names:
         if isinstance(known := class_of(modules[name]), str):
             raise ValueError(f"{name}: {known}")
+    if measure is measured_times:
+        check_timed(model)
     layers = options_of(report, measure(model, sample_input, records, names, launches), records, most_noise)
-    policy = decided(model, layers, records, room_of(report, budget))
+    policy = decided(model, layers, records, room)
     if confirm:
         policy = confirmed(model, sample_input, policy)
     if apply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,8 @@ from ao_lab.gemm.choices import DENSE, SUBSETS, choices_for, rows_range
 from ao_lab.probe.report import ProbeReport, SiteErrors
 from ao_lab.training.api import convert_for_training_, convert_from_training_
 from ao_lab.training.layers import steps
+from ao_lab.training.products import has_fp8
+from ao_lab.transforms.layers import shorten
 from ao_lab.tuning.candidates import Limits, choices_of
 from ao_lab.tuning.measure import release
 from ao_lab.tuning.samples import SampleInput, TrainingSample, backward_of, output_of, record, untouched
@@ -86,25 +89,48 @@ def check_probed(report: ProbeReport, recipes: Sequence[Recipe], modules: Mappin
 def options_of(
     report: ProbeReport, times: Mapping[str, Times], recipes: Sequence[Recipe], most_noise: float
 ) -> list[LayerOptions]:
-    """The options of each site of a report that was timed. ValueError where a dense layer was not."""
-    layers = []
+    """The options of each site of a report whose dense layer was timed.
+
+    A UserWarning names those of which only recipes were: nothing can be said to be quicker there, so they stay dense.
+    ValueError where that is so of all.
+    """
+    layers, untimed = [], []
     for line in report.sites:
         timed = times.get(line.name)
         if timed is None:
             continue
         dense = [seconds for (_, subset), seconds in timed.items() if subset == DENSE]
         if not dense:
-            raise ValueError(
-                f"{line.name}: there is no time of the dense layer. Without FP8 units (on a CPU) matmuls are emulated "
-                f"and not timed; run this on the GPU that the model trains on, or give measure="
-            )
+            untimed.append(line.name)
+            continue
         options = [Option("", (), min(dense))]
         for recipe in recipes:
             for subset in SUBSETS[:-1]:
                 if (seconds := timed.get((recipe.name, subset))) is not None:
                     options.append(_option(recipe, subset, seconds, line.candidates[recipe.name], most_noise))
         layers.append(LayerOptions(line.name, line.shape, tuple(options)))
+    _tell_of_untimed(untimed, any_timed=bool(layers))
     return layers
+
+
+def _tell_of_untimed(names: Sequence[str], any_timed: bool) -> None:
+    """A warning, or the error where no layer was timed."""
+    if not names:
+        return
+    told = f"{shorten(names)}: there is no time of the dense layer"
+    if not any_timed:
+        raise ValueError(f"{told}, which recipes are compared with; give it by measure=")
+    warnings.warn(f"{told}, so it stays dense; give it by measure=", UserWarning, stacklevel=4)
+
+
+def check_timed(model: nn.Module) -> None:
+    """ValueError for a model on a device that recipes are not timed on, before anything is measured."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if not has_fp8(device):
+        raise ValueError(
+            f"without FP8 units ({device}) matmuls are emulated and not timed; run this on the GPU that the model trains on, "
+            f"or give measure="
+        )
 
 
 def _option(recipe: Recipe, subset: str, seconds: float, errors: SiteErrors, most_noise: float) -> Option:
@@ -136,7 +162,7 @@ def measured_times(
     samples = layer_samples(model, sample_input, names)
     known: dict[Any, Times] = {}
     result: dict[str, Times] = {}
-    limits = Limits(launches=launches)
+    limits = Limits(launches=launches, every=True)
     try:
         for name, sample in samples.items():
             key = (tuple(sample.w.shape), tuple(sample.x.shape), sample.x.dtype)
@@ -220,6 +246,7 @@ __all__ = [
     "Option",
     "StepTime",
     "Times",
+    "check_timed",
     "measured_times",
     "options_of",
     "step_seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from numbers import Real
 
 import torch
@@ -19,6 +20,7 @@ from ao_lab.training.products import has_fp8, product
 from ao_lab.tuning.experts import GroupedProduct, products_of
 from ao_lab.tuning.measure import (
     ERROR_ROWS,
+    FIRST_DROP,
     LAUNCHES,
     Call,
     Pair,
@@ -42,11 +44,12 @@ TRAINING_MARGIN = 0.005
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a choice, see `tune`."""
+    """What bounds a choice, see `tune`. every: candidates are all timed, slow ones too, as a sum over layers may need them."""
 
     error: float | None = None
     time: float | None = None
     launches: str = "eager"
+    every: bool = False
 
     def __post_init__(self) -> None:
         if self.error is not None and not (_is_number(self.error) and self.error > 0):
@@ -56,6 +59,11 @@ class Limits:
                 f"time_budget is a factor of the fastest time, 1 or more, or None; got {self.time!r}"
             )
         choice(self.launches, LAUNCHES, "launches")
+
+    @property
+    def slowest(self) -> float:
+        """How many times the quickest one's time a candidate may take and is still timed: no less than the budget allows."""
+        return inf if self.every else max(FIRST_DROP, float(self.time or 0.0))
 
 
 def _is_number(value: object) -> bool:
@@ -74,7 +82,7 @@ def measured(
     errors: of the result of a call, by its name.
     """
     result = []
-    times = timings(calls, device, limits.launches)
+    times = timings(calls, device, limits.launches, limits.slowest)
     for name in (*calls, *refused):
         if name in refused:
             result.append(Candidate(name, reason=refused[name]))

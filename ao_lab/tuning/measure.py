@@ -102,9 +102,12 @@ class Timing:
 
 
 def timings(
-    calls: Mapping[str, Call], device: torch.device, launches: str = "eager"
+    calls: Mapping[str, Call], device: torch.device, launches: str = "eager", most: float = FIRST_DROP
 ) -> dict[str, Timing | str]:
-    """The time of each call, by name; in words why not, where it dropped out. Each runs once before, untimed."""
+    """The time of each call, by name; in words why not, where it dropped out. Each runs once before, untimed.
+
+    most: a call drops out whose first time is longer than the quickest one's by this factor; infinity: none does.
+    """
     walls, hosts = {}, {}
     for name, call in calls.items():
         call()
@@ -113,7 +116,7 @@ def timings(
     result: dict[str, Timing | str] = {
         name: f"took {wall * 1e6:.0f} us at first, the fastest {quickest * 1e6:.0f} us"
         for name, wall in walls.items()
-        if wall > max(quickest * FIRST_DROP, SHORT)
+        if wall > max(quickest * most, SHORT)
     }
     running = {name: call for name, call in calls.items() if name not in result}
     eager = device.type == "cuda" and launches == "eager"

@@ -13,6 +13,7 @@ import ao_lab
 from ao_lab.policy.api import Policy, apply_policy_, confirmed, dispatch_, least_time, loka, uniform
 from ao_lab.policy.options import LayerOptions, Option, layer_samples, measured_times
 from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.tuning import candidates, measure
 from reference.training.recipe import recipe_of
 
 ALL, OUT = ("output", "input_grad", "weight_grad"), ("output",)
@@ -188,6 +189,32 @@ def test_samples_are_of_each_layer_and_leave_the_model(report):
     assert {subset for _, subset in found["0"]} >= {"output+input_grad+weight_grad"}
 
 
+def test_dense_layers_are_timed_however_slow_they_are(monkeypatch):
+    """Low precision that is 3 times as fast leaves the dense layer in the choice: sums over layers need its time."""
+    monkeypatch.setattr(candidates, "has_fp8", lambda device: True)
+    monkeypatch.setattr(candidates, "_step", lambda sample, x, w, recipe: lambda: recipe.is_dense)
+    seconds = lambda call, *_: 0.3 if call() is True else 0.1  # noqa: E731
+    monkeypatch.setattr(measure, "host_seconds", seconds)
+    monkeypatch.setattr(measure, "reading", seconds)
+    found = measured_times(net(), X, [recipe_of("rowwise")], ["0"], "graph")
+    assert found["0"]["rowwise", "dense"] == 0.3
+    assert found["0"]["rowwise", "output+input_grad+weight_grad"] == 0.1
+    # So does a time budget that allows it.
+    calls = {"low": lambda: False, "dense": lambda: True}
+    for limits, kept in ((candidates.Limits(), False), (candidates.Limits(time=4.0), True)):
+        low, dense = candidates.measured(calls, lambda name: 0.0, {}, torch.device("cpu"), limits)
+        assert (low.seconds, dense.seconds) == (0.1, 0.3 if kept else None)
+
+
+def test_a_layer_without_a_dense_time_stays_dense(report):
+    """And the others are dispatched."""
+    timed = times()(None, None, [recipe_of("rowwise")], ["0", "2"], "graph")
+    timed["0"] = {key: value for key, value in timed["0"].items() if key[1] != "dense"}
+    with pytest.warns(UserWarning, match="^0: there is no time of the dense layer, so it stays dense"):
+        policy = dispatch_(net(), X, report, recipes=["rowwise"], budget=10.0, measure=lambda *_: timed)
+    assert {name: one.recipe for name, one in policy.decision.options.items()} == {"2": "rowwise"}
+
+
 def test_what_is_refused(report, tmp_path):
     model, path = net(), tmp_path / "policy.json"
     for changes, message in (
@@ -196,8 +223,11 @@ def test_what_is_refused(report, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             dispatch_(model, X, report, measure=times(), **changes)
-    with pytest.raises(ValueError, match="0: there is no time of the dense layer"):
+    with pytest.raises(ValueError, match="without FP8 units"):
         dispatch_(model, X, report)
+    only = {("rowwise", "output+input_grad+weight_grad"): 0.5}
+    with pytest.raises(ValueError, match="0, 2: there is no time of the dense layer"):
+        dispatch_(model, X, report, measure=lambda m, x, r, names, launches: dict.fromkeys(names, only))
     line = report.sites[0]
     moved = replace(
         report, sites=(replace(line, shape=(line.shape[0], 2 * line.shape[1])), *report.sites[1:])
