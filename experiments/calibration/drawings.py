@@ -12,7 +12,7 @@ from experiments.calibration.run import ARMS, ROUNDING
 from experiments.models.causal_lm import FILE
 from experiments.models.quantized_model import WEIGHTS
 from experiments.report.content import Drawing
-from experiments.report.fronts import Panel, front, front_panels
+from experiments.report.fronts import NARROW, Panel, front, front_panels
 from experiments.report.plots import Point
 from experiments.report.real_runs import KL, RECOVERED, RealRun
 from experiments.report.results import Results
@@ -84,12 +84,13 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     if not panels:
         return None
     labels = "size of the model (MB, decimal)", "KL from the dense model (nats)"
-    figure = front_panels(panels, *labels, COLORS, ylog=True)
+    wide = front_panels(panels, *labels, COLORS, ylog=True)
+    narrow = front_panels(panels, *labels, COLORS, ylog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: loss against bytes, every method in every scheme. A line joins points that lose less than all "
         "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice."
     )
-    return Drawing(f"calibration-bytes-{run.ending}", caption, figure)
+    return Drawing(f"calibration-bytes-{run.ending}", caption, wide, narrow)
 
 
 def sizes_and_losses(run: RealRun, results: Results, inputs: bool) -> Iterator[tuple[str, Point]]:
@@ -124,12 +125,13 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
     if not panels:
         return None
     labels = "minutes to choose and quantize", "share of rounding's KL divergence removed (%)"
-    figure = front_panels(panels, *labels, COLORS, xlog=True)
+    wide = front_panels(panels, *labels, COLORS, xlog=True)
+    narrow = front_panels(panels, *labels, COLORS, xlog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "
         "recovered within so many minutes; minutes of a choice hold the choosing."
     )
-    return Drawing(f"calibration-minutes-{run.ending}", caption, figure)
+    return Drawing(f"calibration-minutes-{run.ending}", caption, wide, narrow)
 
 
 def minutes_and_shares(run: RealRun, results: Results, setting: str) -> Iterator[Point]:

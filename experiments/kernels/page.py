@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from experiments.harness.rows import Row
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.figures import by_operation, operation, roofline
 from experiments.kernels.operations import LARGE, SMALL
 from experiments.kernels.results import BaselineResult, CaseResult, results_of, slower_words, summary
+from experiments.kernels.results import kernel_state as kernel_state
 from experiments.kernels.results import targets_by_run as targets_by_run
 from experiments.kernels.run import CAST, KIND, MOST, PROGRAM, TORCH, WAYS
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.results import Results, Where, by_run, number
 from experiments.report.targets import BASELINE_TOLERANCE, counted, missed
-
-if TYPE_CHECKING:
-    pass
-
 
 TITLE = "Speed of the kernels on a GPU"
 QUESTION = "How much of the GPU's memory bandwidth does each kernel use?"

@@ -1,25 +1,29 @@
 """Rows of experiment `kernels` read back: one line per case and shape, with its targets, whether they are met, and the
-fastest baseline."""
+fastest baseline. What was measured with another kernel than runs today (`experiments.report.launched`) has that as its status,
+and no value: it misses no target."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cache, partial
 
+import torch
+
+from ao_lab.config.recipe import named
 from experiments.harness.rows import Row
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases import CASES
-from experiments.kernels.operations import HUGE, SHAPES, SHOWN, SMALL
+from experiments.kernels.operations import HUGE, SHAPES, SHOWN, SMALL, Case
 from experiments.kernels.run import BASELINE_TABLE, KERNELS, TORCH, WAYS
 from experiments.kernels.run import KIND as JAX
+from experiments.report import launched
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, Target
-
-if TYPE_CHECKING:
-    pass
-
+from fast.gemm.choose import choose
+from fast.gemm.families import CODES, HOPPER, PLAIN, Family, Problem
+from reference import SCHEMES
 
 STATUS, TARGET = "status: ", "target: "
 #: What precedes and follows the words of a failure: the class, and where to search for it.
@@ -128,6 +132,8 @@ def line(key: tuple[str, str], found: Found, baselines: Results | None) -> CaseR
     """One line from its rows and its baselines'."""
     shape, case = key
     rows = found.rows[key]
+    if old := next(filter(None, map(outdated, rows)), ""):
+        return CaseResult(case, shape, old, {}, (), (), tuple(rows))
     values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, TARGET))}
     targets = tuple(target_of(row, values) for row in rows if row.metric.startswith(TARGET))
     beside = baseline_results(baselines, f"{case}, {shape}") if baselines else ()
@@ -190,6 +196,8 @@ def targets_in(rows: Iterable[Row]) -> list[Target]:
         lines.setdefault((row.method, row.setting), []).append(row)
     found = []
     for (case, shape), mine in lines.items():
+        if any(map(outdated, mine)):
+            continue
         values = {row.metric: row.value for row in mine}
         stated = [target_of(row, values) for row in mine if row.metric.startswith(TARGET)]
         found += [
@@ -209,3 +217,39 @@ def slower_words(lines: Sequence[CaseResult]) -> str:
     beside = [one for one in lines if one.best_baseline is not None]
     slower = sum(bool(one.faster_baselines) for one in beside)
     return f"{slower} of the {len(beside)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"
+
+
+# Which family multiplies a case today, on a Hopper GPU of 132 multiprocessors: no GPU is needed to say so.
+
+BF16 = torch.bfloat16
+#: Cases of codes by codes; of a weight as `fast.quantize` stores it; and where their names have the rows of inputs.
+OF_CODES, OF_WEIGHTS = "linear_of_codes", ("linear", "linear_pair", "linear_swiglu")
+ROWS = re.compile(r"\.rows(\d+)")
+
+
+def family_today(row: Row) -> Family | None:
+    """What multiplies the case of a row; None of cases that multiply nothing, or are none any more."""
+    return family_of(row.method, row.setting)
+
+
+@cache
+def family_of(name: str, shape: str) -> Family | None:
+    """The same by the case's name and the weight's shape."""
+    case, lengths = CASES.get(name), shape.split("x")
+    if case is None or len(lengths) != 2 or case.operation not in (OF_CODES, *OF_WEIGHTS):
+        return None
+    return next(choose(problem(case, (int(lengths[0]), int(lengths[1])))))
+
+
+def problem(case: Case, shape: tuple[int, int]) -> Problem:
+    """The product of a case: bfloat16 inputs, or codes of their own, by a weight in the plain layout."""
+    scheme, found = SCHEMES.get(case.scheme) or named(case.scheme), ROWS.search(case.name)
+    rows = int(found.group(1)) if found else 1
+    if case.operation == OF_CODES:
+        zero = scheme.zero is not None
+        return Problem(CODES, rows, *shape, BF16, HOPPER, element=scheme.element, zero=zero)
+    return Problem(PLAIN, rows, *shape, BF16, HOPPER, weight=(scheme, 1, bool(case.options["packed"])))
+
+
+kernel_state = partial(launched.kernel_state, chosen=family_today)
+outdated = partial(launched.outdated, chosen=family_today)

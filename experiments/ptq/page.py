@@ -10,6 +10,7 @@ from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
 from experiments.ptq.real_page import real_card, real_findings, real_sections, short_finding
 from experiments.ptq.run import LAYERS, QUALITY
+from experiments.ptq.speed_page import joined as joined
 from experiments.ptq.task_page import task_findings, task_sections
 from experiments.report import accuracies
 from experiments.report.content import Card, Comparison, Drawing, Section, Table

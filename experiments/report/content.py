@@ -1,7 +1,8 @@
 """What an experiment's page says, as plain data: tables, figures, sections, and published values beside measured ones.
 
-Under a table stands when and at which commits its rows were measured and, of an experiment whose page module has
-`kernel_state(row)`, whether by the kernels that are chosen today.
+Under a table stands when and at which commits its rows were measured, and of rows that name a kernel of ours whether that is
+the one of today: as the page module's `kernel_state(row)` says where it knows what is chosen, else by the sources
+(`experiments.report.launched`).
 
 Texts are shown with marks of Markdown as HTML, long sentences as a lead and a list.
 """
@@ -316,12 +317,14 @@ def note(rows: Iterable[Row]) -> str:
 
 
 def kernels_of(rows: Iterable[Row]) -> str:
-    """Whether rows are of the kernels that are chosen today; nothing of experiments whose page module does not tell."""
+    """Whether rows are of the kernels that run today; nothing of those that name none of ours."""
+    from experiments.report.launched import kernel_state
+
     states: dict[tuple[str, ...], str] = {}
     for row in rows:
         if row.kernel and row.experiment in EXPERIMENTS:
-            tell = getattr(EXPERIMENTS[row.experiment].page_module(), "kernel_state", None)
-            if tell and (state := tell(row)):
+            tell = getattr(EXPERIMENTS[row.experiment].page_module(), "kernel_state", kernel_state)
+            if state := tell(row):
                 states[row.line] = state
     counts = Counter(states.values())
     other, unnamed = counts["other"], counts["unnamed"]

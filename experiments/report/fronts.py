@@ -29,6 +29,10 @@ PLACES = (
 )  # fmt: skip
 #: Size of labels, and half the height of a point, in points of type.
 TYPE, DOT = 7.0, 2.5
+#: The width of a panel on a phone, and the least height of any, in inches.
+NARROW, LOWEST = 3.9, 3.4
+#: Names that the legend has beside each other for each inch of width, and the part of a panel's height that a line of it takes.
+WORDS, LINE = 0.7, 0.04
 #: How far apart the places of a line are that labels do not cover, in pixels.
 STRIDE = 4.0
 
@@ -60,11 +64,19 @@ def front_panels(
     *,
     xlog: bool = False,
     ylog: bool = False,
+    symlog: float | None = None,
+    columns: int = 2,
+    width: float = 6.4,
 ) -> Figure:
-    """A panel each on common axes, two a row: points by family, lines with their names, labels of points that have one."""
-    rows = math.ceil(len(panels) / 2)
-    columns = min(2, len(panels))
-    figure, axes = subplots(rows, columns, (6.4 * columns, 4.6 * rows), sharex=True, sharey=True)
+    """A panel each on common axes: points by family, lines with their names, labels of points that have one.
+
+    symlog: the value up to which the vertical axis is linear, and above which it is logarithmic where a point lies there.
+    columns: panels of a row, at most. width: of a panel, in inches.
+    """
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = width * columns, max(LOWEST, 0.72 * width) * rows
+    figure, axes = subplots(rows, columns, size, sharex=True, sharey=True)
     for axis, (title, panel) in zip(axes, panels.items(), strict=False):
         draw_points(figure, axis, panel.points, colors)
         for color, joined in panel.lines.values():
@@ -80,19 +92,23 @@ def front_panels(
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         axis.tick_params(labelbottom=True, labelleft=True)
-    set_scales(axes[0], xlog, ylog)
+    set_scales(axes[0], xlog, ylog, None if ylog else symlog)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    family_legend(figure, {point.family for panel in panels.values() for point in panel.points}, colors)
-    figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
+    families = {point.family for panel in panels.values() for point in panel.points}
+    most = int(WORDS * width * columns)
+    family_legend(figure, families, colors, most)
+    figure.tight_layout(
+        rect=(0, 0, 1, 0.97 - 0.02 / rows - LINE * (math.ceil(len(families) / most) - 1) / rows)
+    )
     for axis, panel in zip(axes, panels.values(), strict=False):
         write_tops(axis, panel.tops)
         place_labels(figure, axis, panel, colors)
     return figure
 
 
-def set_scales(axis: Axes, xlog: bool, ylog: bool) -> None:
-    """Logarithmic scales with plain numbers, and room for labels at both sides."""
+def set_scales(axis: Axes, xlog: bool, ylog: bool, symlog: float | None = None) -> None:
+    """Logarithmic scales with plain numbers, and room for labels at both sides; `symlog`: as of `front_panels`."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for dimension, log in ((axis.xaxis, xlog), (axis.yaxis, ylog)):
@@ -103,6 +119,9 @@ def set_scales(axis: Axes, xlog: bool, ylog: bool) -> None:
             dimension.set_major_locator(LogLocator(base=10, subs=subs))
             dimension.set_major_formatter(StrMethodFormatter("{x:g}"))
             dimension.set_minor_formatter(NullFormatter())
+    if symlog is not None and max(map(abs, axis.yaxis.get_data_interval()), default=0.0) > symlog:
+        axis.set_yscale("symlog", linthresh=symlog)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.margins(x=0.2, y=0.1)
 
 

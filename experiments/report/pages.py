@@ -7,7 +7,8 @@ The page module of an experiment has TITLE, QUESTION (what it asks, in one sente
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
 `experiments.report.content`). It may have `cards(rows)` (numbers of the first screen), `comparisons(rows)` (published values
 beside measured ones: the scoreboard), `headlines(rows)` (for README.md), `main_finding(rows)` (a few words for its line there;
-else how many targets are reached) and `targets_by_run(rows)` (`experiments.report.targets`). Modules are given the rows of full
+else how many targets are reached), `targets_by_run(rows)` (`experiments.report.targets`), and `joined(rows, others)` (sections
+before all others that set its rows beside those of another experiment, `others(name)`). Modules are given the rows of full
 runs, where there are any (`results.shown`).
 
 Pages need no network and no server. Tables sort and filter by the package itables (DataTables, MIT), whose script is stored
@@ -23,7 +24,7 @@ import importlib.resources
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -73,6 +74,8 @@ def packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode()
 
 
+#: The rows of an experiment by its name.
+Others = Callable[[str], Sequence[Row]]
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 #: Lines of a table in Markdown, and of all tables of a page; longer and later ones are in HTML alone.
 MOST_LINES, MOST_OF_PAGE = 40, 400
@@ -233,7 +236,8 @@ def write_pages(places: Paths) -> Written:
 def make_pages(places: Paths, rows: Mapping[str, Sequence[Row]] | None = None) -> list[Page]:
     """The pages of all experiments that have rows."""
     given = rows or {}
-    return [page for name in EXPERIMENTS if (page := make_page(places, name, given.get(name)))]
+    others = lru_cache(maxsize=None)(lambda name: given.get(name) or shown_rows(tidy.read(places.rows(name))))
+    return [page for name in EXPERIMENTS if (page := make_page(places, name, others(name), others))]
 
 
 def write_page(places: Paths, page: Page) -> Written:
@@ -357,15 +361,19 @@ def write_families(folder: Path) -> Written:
     return [("report", shown(path)) for path in paths]
 
 
-def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Page | None:
-    """The page of one experiment, or None where it has no rows. rows: its rows where they were read already."""
+def make_page(
+    places: Paths, name: str, rows: Sequence[Row] | None = None, others: Others = lambda name: ()
+) -> Page | None:
+    """The page of one experiment, or None where it has no rows. rows: its rows where they were read already. others: those of
+    any experiment."""
     rows = shown_rows(tidy.read(places.rows(name)) if rows is None else rows)
     if not rows:
         return None
     module = EXPERIMENTS[name].page_module()
+    joined = module.joined(rows, others) if hasattr(module, "joined") else []
     sections = [
         replace(one, drawings=[drawing for drawing in one.drawings if not drawing.empty])
-        for one in module.sections(rows)
+        for one in [*joined, *module.sections(rows)]
     ]
     targets = list(optional(module, "targets_by_run", rows))
     drawings = named(name, [drawing for section in sections for drawing in section.drawings])

@@ -40,6 +40,7 @@ from experiments.report.targets import RunTargets, Target, limit_of
 from experiments.sparsity import accuracy_page, models, pairs, products
 from experiments.sparsity.accuracy_page import TASKS, gap_of, real_findings, real_sections
 from experiments.sparsity.pairs import METHODS, STORAGES, stored_as
+from experiments.sparsity.products import kernel_state as kernel_state
 from experiments.sparsity.timed import DENSE
 
 # What others published about 2:4 sparsity, as tables, and as comparisons with measured rows of the same shape and method.
@@ -202,7 +203,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
     """Ratios of all shapes that a GPU measured."""
     words = []
     for kind, title in PRODUCT_TITLES.items():
-        for (device, setting), found in groups(rows, kind).items():
+        for (device, setting), found in groups(products.current(rows), kind).items():
             said = [
                 f"{readable(where.data)} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
                 for where, results in found.items()
@@ -215,6 +216,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
 
 def product_headlines(rows: Sequence[Row]) -> list[Headline]:
     """A large FP8 product over dense bfloat16, beside dense FP8 and cuSPARSELt."""
+    rows = products.current(rows)
     runs = {where: one for where, one in by_run(rows, products.KIND).items() if where.data == LARGEST}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     if run is None:
@@ -231,6 +233,7 @@ def product_headlines(rows: Sequence[Row]) -> list[Headline]:
 
 def cards(rows: Sequence[Row]) -> list[Card]:
     """The speed of a large FP8 matmul by a 2:4 weight, beside cuSPARSELt's."""
+    rows = products.current(rows)
     runs = {where: one for where, one in by_run(rows, products.KIND).items() if where.data == LARGEST}
     run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
     setting, metric = products.SETTINGS[products.FP8], "speed over dense"
@@ -281,7 +284,9 @@ def product_section(kind: str, device: str, setting: str, found: Found) -> Secti
     )
     measured = any(times_of(setting, one) for one in found.values())
     tables = [times_table(kind, setting, found)] if measured else []
-    return Section(f"{PRODUCT_TITLES[kind]} ({device}; {setting})", [PRODUCT_TEXTS[kind], *said], [], tables)
+    other = products.outdated_words(row for one in found.values() for row in one.rows)
+    text = [PRODUCT_TEXTS[kind], *other, *said]
+    return Section(f"{PRODUCT_TITLES[kind]} ({device}; {setting})", text, [], tables)
 
 
 def times_table(kind: str, setting: str, found: Found) -> Table:

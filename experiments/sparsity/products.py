@@ -31,7 +31,12 @@ from ao_lab.measure.turns import Call, Plan, cache_bytes, input_sets, watch_of
 from experiments.harness.measuring import Wrong
 from experiments.harness.revision import TORCHAO
 from experiments.harness.revision import missing as library_missing
+from experiments.harness.rows import Row, table_parts
+from experiments.report import launched
 from experiments.sparsity.timed import DENSE, Table, TimedMethod
+from fast.gemm.choose import choose
+from fast.gemm.families import HOPPER, Family, Problem
+from fast.gemm.families import SPARSE as LAYOUT
 
 KIND = "products"
 DENSE_FP8, OWN = "fp8", "2:4"
@@ -187,6 +192,21 @@ def cutlass(sets: tuple[Operands, ...]) -> list[Call]:
             stored = ops.to_sparse_semi_structured_cutlass_sm9x_f8(one.weight)
             found.append(partial(call, one, *stored, one.x_scale.reshape(-1), one.scale.reshape(-1)))
     return found
+
+
+def family_today(row: Row) -> Family | None:
+    """What multiplies the operands of a row of ours today, on a Hopper GPU of 132 multiprocessors; None of other rows."""
+    kind, _, shape = table_parts(row.table)
+    element = next((one for one, setting in SETTINGS.items() if setting == row.setting), None)
+    if (kind, row.method) != (KIND, OWN) or element is None:
+        return None
+    m, k, n = map(int, shape.split("x"))
+    return next(choose(Problem(LAYOUT, m, n, k, BF16, HOPPER, str(element).removeprefix("torch."))))
+
+
+kernel_state = partial(launched.kernel_state, chosen=family_today)
+current = partial(launched.current, chosen=family_today)
+outdated_words = partial(launched.outdated_words, chosen=family_today)
 
 
 #: Rows, inputs, outputs.
