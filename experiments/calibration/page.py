@@ -159,11 +159,8 @@ def best_table(run: RealRun, text: str) -> list[Table]:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """A section for each run, and published accuracies of methods with data."""
-    beside = (
-        "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
-    )
-    board = Section("Published accuracies", [beside], [], [accuracies.table(EXPERIMENT, rows)])
-    return [*map(section, real_runs(rows)), *encoder_sections(rows), *shapes_page.sections(rows), board]
+    board = accuracies.sections(EXPERIMENT, rows)
+    return [*map(section, real_runs(rows)), *encoder_sections(rows), *shapes_page.sections(rows), *board]
 
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:

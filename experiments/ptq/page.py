@@ -153,15 +153,9 @@ def width_sentence(results: Results, activations: bool, name: str) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Real models; of the stand-in quality and size run by run, then the layers."""
-    found = [*real_sections(rows), *task_sections(rows), published_section(rows)]
+    found = [*real_sections(rows), *task_sections(rows), *accuracies.sections("ptq", rows)]
     found += [quality(where, results) for where, results in by_run(rows, QUALITY).items()]
     return found + [layers(where, results) for where, results in by_run(rows, LAYERS).items()]
-
-
-def published_section(rows: Sequence[Row]) -> Section:
-    """Published accuracies, and what measures them."""
-    text = "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
-    return Section("Published accuracies", [text], [], [accuracies.table("ptq", rows)])
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

@@ -141,7 +141,7 @@ def points_of(results: Results, timed: Timed, known: Sequence[Method], tokens: i
 
 def drawing(run: RealRun, text: str, timed: Timed, panels: Mapping[str, Panel]) -> Drawing:
     """A panel for each number of tokens."""
-    labels = f"time of one layer, {timed.where.device} (us)", f"increase of the loss, {run.model} (nats)"
+    labels = f"time of one layer, {timed.where.device} (us)", f"increase of the loss (nats),\n{run.model}"
     wide = front_panels(panels, *labels, COLORS, symlog=SMALLEST)
     narrow = front_panels(panels, *labels, COLORS, symlog=SMALLEST, columns=1, width=NARROW)
     caption = (

@@ -125,17 +125,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     """One per run, real models first."""
     seeds = by_run(rows, RUNS)
     runs = by_run(rows, RECOVERY)
-    found = [*real_sections(rows), published_section(rows)]
+    beside = ", fine-tuned on the text that was published"
+    found = [*real_sections(rows), *accuracies.sections(EXPERIMENT, rows, beside)]
     return found + [section(where, results, seeds[where]) for where, results in runs.items()]
-
-
-def published_section(rows: Sequence[Row]) -> Section:
-    """Published accuracies of fine-tuned models, and what measures them."""
-    text = (
-        "Values of a model stand beside that very model alone, known by its shapes and its folder's name, fine-tuned on the "
-        "text that was published."
-    )
-    return Section("Published accuracies", [text], [], [accuracies.table(EXPERIMENT, rows)])
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

@@ -4,6 +4,9 @@ A published accuracy is a number of the model itself (perplexity, a benchmark's 
 nothing. One of ours stands beside it where a folder of that very model was measured: its shapes and its name are those of the
 published one (`experiments.models.causal_lm.published_name`), the task is the same task of lm-evaluation-harness on all of its
 examples, and the method is the same scheme of weights and inputs.
+
+A report on models of one's own (`ao-lab reproduce ptq --model DIR` into a folder of its own) shows published values of these
+very models, or none: others say nothing of a reader's model (`of_given_models`).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.rows import Row
-from experiments.models.causal_lm import BASE
+from experiments.harness.rows import Row, table_parts
+from experiments.models.causal_lm import BASE, REAL
+from experiments.models.pretrained import MODELS
 from experiments.models.quantized_model import WEIGHTS, setting_name
-from experiments.report.content import Comparison, Table
+from experiments.report.content import Comparison, Section, Table
 from experiments.report.real_runs import RealRun, real_runs
 from experiments.report.results import DECODING, FOLDER, Published, number, read
 
@@ -107,10 +111,34 @@ def of_experiment(experiment: str) -> list[Published]:
     ]
 
 
+#: How tables of real models begin; experiments whose own run has no other tables, of the models that packages carry.
+KINDS, OF_PACKAGES = (REAL, "encoder ", "speech "), ("calibration",)
+
+
+def is_given(experiment: str, rows: Sequence[Row]) -> bool:
+    """Whether rows are of models alone that somebody named (`--model`), and of nothing that the experiment measures itself."""
+    kinds = {table_parts(row.table)[0] for row in rows}
+    titles = {one.title for one in MODELS.values()} if experiment in OF_PACKAGES else set()
+    return bool(kinds) and all(
+        kind.startswith(KINDS) and kind.partition(" ")[2] not in titles for kind in kinds
+    )
+
+
+def of_given_models(
+    experiment: str, rows: Sequence[Row], found: Sequence[Comparison]
+) -> Sequence[Comparison]:
+    """Published values that a page shows: of rows of models that somebody named those of these very models, else all."""
+    if not is_given(experiment, rows):
+        return found
+    names = {run.fact("published: ") for run in real_runs(rows)}
+    return [one for one in found if one.model in names]
+
+
 def comparisons(experiment: str, rows: Sequence[Row]) -> list[Comparison]:
     """Each published accuracy of an experiment beside ours, where a folder of that model was measured."""
     runs = real_runs(rows)
-    return [comparison(one, runs) for one in of_experiment(experiment)]
+    found = [comparison(one, runs) for one in of_experiment(experiment)]
+    return list(of_given_models(experiment, rows, found))
 
 
 def comparison(one: Published, runs: Sequence[RealRun]) -> Comparison:
@@ -208,8 +236,10 @@ def is_accuracy(one: Comparison) -> bool:
 
 
 def counted(found: Iterable[Comparison]) -> str:
-    """How many published accuracies are measured, have a command, or have neither."""
+    """How many published accuracies are measured, have a command, or have neither; "" of none."""
     all_of = [one for one in found if is_accuracy(one)]
+    if not all_of:
+        return ""
     beside = sum(one.measured is not None for one in all_of)
     commands = sum(one.measured is None and bool(one.command) for one in all_of)
     rest = len(all_of) - beside - commands
@@ -217,6 +247,13 @@ def counted(found: Iterable[Comparison]) -> str:
         f"Of {len(all_of)} published accuracies {beside or 'none'} {'are' if beside > 1 else 'is'} measured here, for "
         f"{commands} the table names the command that measures it, for {rest} the reason why there is none"
     )
+
+
+def sections(experiment: str, rows: Sequence[Row], beside: str = "") -> list[Section]:
+    """The section of published accuracies; none where the page shows none. beside: what else ours must have in common."""
+    found = table(experiment, rows)
+    text = f"Values of a model stand beside that very model alone, known by its shapes and its folder's name{beside}."
+    return [Section("Published accuracies", [text], [], [found])] if found.lines else []
 
 
 def table(experiment: str, rows: Sequence[Row]) -> Table:

@@ -38,6 +38,7 @@ from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit, has_triton
 from experiments.harness.rows import Row
 from experiments.report import families, peers, questions
+from experiments.report.accuracies import is_given, of_given_models
 from experiments.report.content import (
     Card,
     Comparison,
@@ -275,7 +276,7 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         "scoreboard": scoreboard([one for page in pages for one in page.comparisons]),
         "histories": past,
         "commit": commit(),
-        "unmet": peers.missing(rows),
+        "unmet": peers.missing(rows, [name for name, found in rows.items() if is_given(name, found)]),
         "families": has_triton() or (places.reports / "families.html").exists(),
     }
     written: Written = []
@@ -384,7 +385,7 @@ def make_page(
         findings=optional(module, "findings", rows),
         featured=next((drawings[one] for one in getattr(module, "FEATURED", ()) if one in drawings), None),
         sections=sections,
-        comparisons=optional(module, "comparisons", rows),
+        comparisons=of_given_models(name, rows, optional(module, "comparisons", rows)),
         file=places.rows(name).name,
         rows=rows,
         measured=note(rows),

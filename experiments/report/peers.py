@@ -8,7 +8,7 @@ that measures it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.harness.rows import Row, table_parts
@@ -99,12 +99,17 @@ def peer_of(row: Row) -> str:
     return found.group(1) if found else ""
 
 
-def missing(rows: Mapping[str, Sequence[Row]]) -> Table:
-    """A line for each peer, table and device with comparisons that have no value, and for each expected peer without a row."""
+def missing(rows: Mapping[str, Sequence[Row]], given: Collection[str] = ()) -> Table:
+    """A line for each peer, table and device with comparisons that have no value, and for each expected peer without a row.
+
+    given: experiments whose rows are of somebody's own models alone: where there are any, no peer is expected of experiments
+    that were not run.
+    """
     lines = [line for name, found in rows.items() for line in lines_of(name, found)]
     lines += [
         [one.experiment, one.peer, one.of, "", "all", "", "not run", coded(one.command)]
         for one in EXPECTED
+        if not given or (rows.get(one.experiment) and one.experiment not in given)
         if all(peer_of(row) != one.peer for row in rows.get(one.experiment, ()))
     ]
     return Table("Comparisons whose peer has no value", COLUMNS, lines)

@@ -26,6 +26,7 @@ from experiments.models.causal_lm import (
 )
 from experiments.ptq import page, real_page
 from experiments.ptq.real import real_tasks, run_real
+from experiments.report import accuracies
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
@@ -97,6 +98,15 @@ def test_sizes_are_those_of_the_formats(reproduced):
     assert four["tokens/s"] > 0
     assert four[serving.LEAST] <= four[serving.SPEEDUP] <= four[serving.LARGEST]
     assert serving.DENSE not in base
+
+
+def test_its_pages_hold_no_published_value_of_another_model(reproduced):
+    place, _ = reproduced
+    for name in ("ptq.html", "ptq.md", "index.html", "scoreboard.html", "README.md", "limits.md"):
+        page = (place / "reports" / name).read_text()
+        assert "Llama-3" not in page, name
+        assert "ublished accurac" not in page, name
+    assert "tiny-llama" in (place / "reports" / "ptq.html").read_text()
 
 
 def test_a_run_stopped_before_its_first_scheme_has_a_page(reproduced):
@@ -203,13 +213,16 @@ def test_published_values_stand_beside_the_folder_that_is_that_model(tmp_path, m
     here = replace(here, models=asked.models, asked=asked, only=("int8_rowwise",))
     journal = Journal()
     assert run_real(here, journal) == []
-    ours = [one for one in page.comparisons(journal.rows) if one.model == "Llama-3.1-8B"]
+    ours = page.comparisons(journal.rows)
     found = {one.method: one.measured for one in ours if "perplexity" in one.metric}
-    assert [found[one] for one in ("bfloat16", "int8wo", "int8_rowwise/int8_rowwise")] == [beside] * 3
-    assert found["float8wo"] is None
-    (table,) = page.published_section(journal.rows).tables
-    cells = {line[0]: (line[2], line[4]) for line in table.lines if "perplexity" in line[1]}
-    assert cells["Llama-3.1-8B, int8wo"] == ("7.560", "9.500" if beside else "")
+    assert [found.get(one) for one in ("bfloat16", "int8wo", "int8_rowwise/int8_rowwise")] == [beside] * 3
+    assert {one.model for one in ours} == ({"Llama-3.1-8B"} if beside else set())
+    assert found.get("float8wo") is None
+    tables = [table for one in accuracies.sections("ptq", journal.rows) for table in one.tables]
+    cells = {
+        line[0]: (line[2], line[4]) for table in tables for line in table.lines if "perplexity" in line[1]
+    }
+    assert cells.get("Llama-3.1-8B, int8wo") == (("7.560", "9.500") if beside else None)
 
 
 def test_predictions_are_remembered_up_to_a_limit():

@@ -80,7 +80,7 @@ def test_each_axis_says_of_which_model_and_device_it_is():
     (drawing,) = section.drawings
     for figure in (drawing.figure, drawing.narrow):
         assert [axis.get_xlabel() for axis in figure.axes] == ["time of one layer, NVIDIA H200 (us)"] * 2
-        assert [axis.get_ylabel() for axis in figure.axes] == ["increase of the loss, a-model (nats)"] * 2
+        assert [axis.get_ylabel() for axis in figure.axes] == ["increase of the loss (nats),\na-model"] * 2
     assert "a-model on a-text (short run, CPU)" in drawing.caption
     assert "one layer of 14336 x 4096 (NVIDIA H200)" in drawing.caption
     assert plots.svg(drawing.figure).count("int8 dynamic: 0.05 at ") == 2

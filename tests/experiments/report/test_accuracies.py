@@ -57,6 +57,24 @@ def test_ours_stands_beside_that_very_model_and_task_alone():
     assert beside(rows_of(way, metric="winogrande: acc", value=0.7)) == {key: 0.7}
 
 
+def test_a_report_on_ones_own_model_shows_values_of_that_very_model_or_none():
+    """What an experiment measures itself (proxies, the models that packages carry) has all of them beside it."""
+    own, page = rows_of(WAYS["int8wo"]), EXPERIMENTS["ptq"].page_module()
+    assert {one.model for one in page.comparisons(own)} == {"Llama-3.1-8B"}
+    assert any(one.title == "Published accuracies" for one in page.sections(own))
+    unknown = rows_of(WAYS["int8wo"], model="")
+    assert not page.comparisons(unknown)
+    assert not any(one.title == "Published accuracies" for one in page.sections(unknown))
+    proxy = replace(own[-1], table="quality/quick/sympy-1.14.0-7bc7958f")
+    assert len(page.comparisons([*unknown, proxy])) == len(of_experiment("ptq"))
+    carried = [replace(row, table="real SmolLM2-135M-Instruct/full/model") for row in unknown]
+    assert accuracies.is_given("ptq", carried)
+    assert not accuracies.is_given("calibration", carried)
+    trained = EXPERIMENTS["fp8_training"].page_module().comparisons(unknown)
+    assert trained
+    assert not accuracies.of_given_models("fp8_training", unknown, trained)
+
+
 def test_methods_with_data_stand_on_the_page_of_calibration():
     way, key = WAYS["int4wo-64-GPTQ"], ("Llama-3-8B", "int4wo-64-GPTQ", "perplexity per word, wikitext")
     rows = rows_of(way, model="Llama-3-8B")

@@ -260,6 +260,8 @@ def test_an_expected_peer_without_any_row_is_listed():
     (line,) = lines(peer_row("int8", "time"))
     assert (line[1], line[4], line[6]) == ("torchao", "all", "not run")
     assert {line[0] for line in missing({}).lines} == {one.experiment for one in EXPECTED}
+    own = missing({"calibration": [row(1.0)], "linear": [row(1.0)]}, ["calibration"])
+    assert {line[0] for line in own.lines} == {"linear"}
 
 
 def test_times_that_a_cpu_does_not_measure_are_no_missing_comparison():
