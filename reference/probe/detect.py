@@ -30,12 +30,16 @@ from reference.probe.faults import Case
 ERRORS, MORE = 5.0, 1.3
 #: The same of one channel or token: scales rounded up to powers of two double the error of some.
 MORE_OF_ONE = 2.5
+#: The same of one output, where codes are not those of the specification.
+MORE_OF_OTHER = 4.0
 #: The same of sums, whose error a right kernel has exactly: that of its outputs' rounding.
 MORE_SUMS = 1.01
 #: The same where codes that differ at ties add to it: each by a sixteenth of an element of e4m3.
 MORE_TIES = 2.0
 #: A kernel's codes are the specification's where half of its tokens are so much closer to their product than rounding is.
 CLOSE = 0.25
+#: The test of sums, where codes are the specification's.
+SUMS = "error of sums"
 #: Terms of a chain of the tensor core whose sums are added in float32.
 PROMOTED = 128
 #: Tokens and channels that a simulation of sums takes; their error may be so many times as large.
@@ -99,12 +103,9 @@ def findings(
     rows = (finite & ~over).all(1)
     if not rows.any():
         return []
-    found = list(_coarse(case, y[rows], rows))
-    return found + (
-        list(_fine(case, y[rows], rows, dtype, accumulation, quantized))
-        if _same_codes(case, y[rows], rows)
-        else []
-    )
+    same = _same_codes(case, y[rows], rows)
+    found = [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same)]
+    return found + (list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else [])
 
 
 def _coarse(case: Case, y: F64, rows: Any) -> Iterator[Finding]:
@@ -122,6 +123,29 @@ def _coarse(case: Case, y: F64, rows: Any) -> Iterator[Finding]:
     )
     yield _worst(case.name, "error of channel", e, right, exact)
     yield _worst(case.name, "error of token", e.T, right.T, exact.T)
+
+
+def _furthest(case: Case, y: F64, rows: Any, dtype: str, same: bool) -> Iterator[Finding]:
+    """The one output that is furthest off, in root mean squares of the rounding error of its token and channel.
+
+    A right kernel's largest is what the specification's own largest one is. Beside the same codes it may be twice that, where
+    one code that lies on a tie is another; beside others, of another rounding, four times.
+    """
+    right, exact = case.right[rows], case.exact[rows]
+    rounding, whole = right - exact, sqrt(float((exact**2).mean()))
+    unit = _sizes(rounding)
+    live = unit > 0
+    if not whole or not live.any():
+        return
+    safe = np.where(live, unit, 1)
+    allowed = float((np.abs(rounding) / safe)[live].max()) * unit + np.abs(rounded(right, dtype) - right)
+    off = np.where(live, np.abs(y - (right if same else exact)), 0.0)
+    at = np.unravel_index(int((off / np.where(live, allowed, 1)).argmax()), off.shape)
+    token = int(np.flatnonzero(rows)[at[0]])
+    yield Finding(
+        case.name, f"output ({token}, {at[1]})", float(off[at]) / whole, float(allowed[at]) / whole,
+        float(off[at] / safe[at]), MORE_OF_ONE if same else MORE_OF_OTHER,
+    )  # fmt: skip
 
 
 def _same_codes(case: Case, y: F64, rows: Any) -> bool:
@@ -149,10 +173,10 @@ def _fine(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantize
         apart = mean(one**2 - two**2)
         sigmas = apart.value / apart.error if apart.error > 0 else inf if apart.value > 0 else 0.0
         error, least = (sqrt(float((x**2).mean())) for x in (one, two))
-        yield Finding(case.name, "error of sums", error, least, sigmas, MORE_SUMS)
+        yield Finding(case.name, SUMS, error, least, sigmas, MORE_SUMS)
     else:
         more = MORE_SUMS if dtype == "float32" else MORE_TIES
-        yield _compared(case.name, "error of sums", quantile(one), quantile(two), more)
+        yield _compared(case.name, SUMS, quantile(one), quantile(two), more)
 
 
 def sum_error(case: Case, rows: Any, accumulation: str) -> float:

@@ -38,6 +38,11 @@ class Case:
     weight_scheme: Scheme
     name: str = ""
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return len(self.x), len(self.w), int(self.x.shape[1])
+
     @cached_property
     def xq(self) -> Quantized:
         """The input as it is quantized; ValueError where it is not."""

@@ -6,24 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from reference.formats.encode import decode, encode
-from reference.probe.detect import Finding, findings, rounded
+from reference.probe.detect import ERRORS, SUMS, Finding, findings, rounded
 from reference.probe.estimates import F64
 from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
-from reference.quantize.quantize import quantize
+from reference.quantize.quantize import dequantize, quantize
 from reference.schemes.schemes import Scheme
 
 #: Sizes of a case without x or w: no multiples of tiles; six blocks of 128 along K.
 TOKENS, OUTPUTS, CHANNELS = 251, 96, 768
 #: Powers of two that inputs are multiplied by, and those of float16, whose outputs would overflow.
 POWERS = {"float32": (12, -12), "bfloat16": (12, -12), "float16": (4, -4)}
-#: What may be cut off K.
-CUTS = (128, 64, 32, 16)
+#: What is cut off N and K of other lengths, the first that the schemes and the kernel take; five tokens are cut off always.
+CUTS = ((7, 3), (7, 16), (16, 16), (16, 32), (32, 64), (32, 128), (0, 16), (0, 32), (0, 128), (0, 0))
+#: What a kernel that does not take a length raises.
+REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
+#: Calls on the same inputs, which shall give the same outputs, or right ones.
+CALLS = 4
+#: An operand is not quantized where outputs have at most so much of its error, and no more squared error than without it.
+PART, ENERGY = 0.25, 1.05
 #: Which share of a difference a fault of the bank has to explain to be named.
 EXPLAINED = 0.5
 
@@ -31,11 +38,12 @@ EXPLAINED = 0.5
 @dataclass(frozen=True)
 class KernelReport:
     """All findings of all cases. looks_like: the fault of the bank that explains most of the difference, "" where none explains
-    half; explained: its share."""
+    half; explained: its share. refused: lengths that the kernel raised an error for, which were not tried."""
 
     findings: tuple[Finding, ...]
     looks_like: str = ""
     explained: float = 0.0
+    refused: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -47,21 +55,38 @@ class KernelReport:
         """What was found, the surest first."""
         return tuple(sorted((one for one in self.findings if one.found), key=lambda one: -one.sigmas))
 
+    @property
+    def same_values(self) -> bool:
+        """Whether its quantized values are those of the specification, so that its sums were compared too."""
+        return any(one.test == SUMS for one in self.findings)
+
     def __str__(self) -> str:
-        if self.ok:
-            first = self.findings[0]
-            most = max(one.sigmas for one in self.findings)
-            return (
-                f"a right kernel, as far as {len(self.findings)} tests tell: {first.test} {first.error:.3g}, that of the "
-                f"specification {first.right:.3g}; the largest difference is {most:.1f} standard errors"
-            )
-        lines = [f"  {one}" for one in self.faults[:5]]
+        return "\n".join([*(self._right() if self.ok else self._faulty()), *self.refused])
+
+    def _right(self) -> list[str]:
+        first, most = self.findings[0], max(self.findings, key=lambda one: one.sigmas)
+        ratio = (
+            f"{most.error / most.right:.2f} times a right kernel's error" if most.right else "an error of 0"
+        )
+        values = (
+            "its quantized values are those of the specification"
+            if self.same_values
+            else "its quantized values are not all those of the specification, so that sums were not compared"
+        )
+        return [
+            f"a right kernel, as far as {len(self.findings)} tests tell: {first.test} {first.error:.3g}, that of the "
+            f"specification {first.right:.3g}; {values}",
+            f"  nearest to a fault: {most.case}: {most.test}, {most.sigmas:.1f} standard errors with {ratio}; a fault has "
+            f"{ERRORS:g} and {most.more:g} times",
+        ]
+
+    def _faulty(self) -> list[str]:
         fault = FAULTS.get(self.looks_like)
         what = (
             "like none of the bank of faults" if fault is None else f"like {self.looks_like!r}: {fault.says}"
         )
         share = f" ({100 * self.explained:.0f}% of the difference)" if fault else ""
-        return "\n".join([f"a faulty kernel; it looks {what}{share}", *lines])
+        return [f"a faulty kernel; it looks {what}{share}", *(f"  {one}" for one in self.faults[:5])]
 
 
 def judge(
@@ -80,30 +105,104 @@ def judge(
     `ao_lab.testing.probe_kernel`; x and w are NumPy arrays."""
     found: list[Finding] = []
     outputs: dict[str, tuple[Case, F64]] = {}
-    for case in cases(scheme, weight, *operands(x, w, dtype, seed), dtype):
-        y = np.asarray(kernel(case), np.float64)
+    given, refused = operands(x, w, dtype, seed), list[str]()
+    for case, y in _calls(kernel, cases(scheme, weight, *given, dtype), refused):
         outputs[case.name] = case, y
         found += findings(case, y, dtype, accumulation, quantized=quantized)
-    if not found:
-        raise ValueError(
-            f"no token has an output that {dtype} holds: x or w is too large; divide them, or give another dtype"
-        )
+        if not found:
+            raise ValueError(
+                f"no token has an output that {dtype} holds: x or w is too large; divide them, or give another dtype"
+            )
+    first = next(iter(outputs.values()))
+    found += [] if quantized else unquantized(*first)
     worst = max((one for one in found if one.found), key=lambda one: one.sigmas, default=None)
     name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
-    return KernelReport(tuple(found), name, share)
+    return KernelReport(tuple(found), name, share, tuple(refused))
 
 
-def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[Case]:
-    """The calls that a kernel has to stand."""
-    yield Case(x, w, scheme, weight, "inputs as they are")
+def _calls(
+    kernel: Callable[[Case], Any], asked: Iterator[tuple[Case, ...]], refused: list[str]
+) -> Iterator[tuple[Case, F64]]:
+    """Outputs of the first of each that the kernel takes; of the first case those of more calls too, where they differ."""
+    for number, choices in enumerate(asked):
+        for case in choices:
+            try:
+                y = np.asarray(kernel(case), np.float64)
+            except REFUSALS as error:
+                if case is choices[-1]:
+                    raise
+                said = str(error).strip().partition("\n")[0]
+                refused.append(
+                    f"  not tried, as it raises {type(error).__name__} ({said[:80]}): M, N, K = {case.sizes}"
+                )
+                continue
+            yield case, y
+            break
+        if not number:
+            yield from _again(kernel, choices[0], y)
+
+
+def _again(kernel: Callable[[Case], Any], case: Case, y: F64) -> Iterator[tuple[Case, F64]]:
+    for call in range(2, CALLS + 1):
+        other = np.asarray(kernel(case), np.float64)
+        if not np.array_equal(other, y, equal_nan=True):
+            yield replace(case, name=f"{case.name}, call {call}"), other
+
+
+def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[tuple[Case, ...]]:
+    """The calls that a kernel has to stand; of several at once the first that it takes."""
+    yield (Case(x, w, scheme, weight, "inputs as they are"),)
     for power in POWERS[dtype]:
-        yield Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}")
-    cut = next((n for n in CUTS if x.shape[1] > 2 * n and _takes(scheme, weight, x[:, n:], w[:, n:])), 0)
-    less, shorter = (np.ascontiguousarray(one) for one in (x[:-5, cut:], w[:, cut:]))
-    yield Case(less, shorter, scheme, weight, "other lengths")
+        yield (Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}"),)
+    yield tuple(_other_lengths(scheme, weight, x, w))
     broken = x.copy()
     broken[len(x) // 2, x.shape[1] // 3] = np.nan
-    yield Case(broken, w, scheme, weight, "NaN in a token")
+    yield (Case(*_with_zeros(scheme, weight, broken, w), scheme, weight, "NaN in a token, zeros in another"),)
+
+
+def _other_lengths(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> Iterator[Case]:
+    for outputs, channels in CUTS:
+        if (len(w) > 2 * outputs and x.shape[1] > 2 * channels) or not outputs + channels:
+            parts = x[:-5, channels:], w[: len(w) - outputs, channels:]
+            less, fewer = (np.ascontiguousarray(one) for one in parts)
+            if _takes(scheme, weight, less, fewer):
+                yield Case(less, fewer, scheme, weight, "other lengths")
+
+
+def _with_zeros(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> tuple[Any, Any]:
+    """With zeros in the first token and output, of those operands whose schemes give zeros a value."""
+    parts = []
+    for one, record in ((x, scheme), (w, weight)):
+        other = one.copy()
+        other[0] = 0
+        finite = (
+            record is None
+            or np.isfinite(np.asarray(dequantize(quantize(other, record)), np.float64)[0]).all()
+        )
+        parts.append(other if finite else one)
+    return parts[0], parts[1]
+
+
+def unquantized(case: Case, y: F64) -> list[Finding]:
+    """Operands whose quantization error the outputs do not have: the kernel multiplies them as they are, or nearly so."""
+    e, size = y - case.exact, float(np.linalg.norm(case.exact))
+    of_w = np.asarray(case.x.astype(np.float64) @ (case.b - case.w).T)
+    errors = {"w": of_w, "x": (case.right - case.exact) - of_w}
+    if not size or not np.isfinite(e).all():
+        return []
+    live = {name: one for name, one in errors.items() if np.linalg.norm(one) > 1e-6 * size}
+    if not live:
+        return []
+    parts = np.linalg.lstsq(np.stack([one.ravel() for one in live.values()], 1), e.ravel(), rcond=None)[0]
+    found, right = [], float(np.linalg.norm(case.right - case.exact)) / size
+    for name, part in zip(live, parts, strict=True):
+        others = sum((one for other, one in live.items() if other != name), np.zeros_like(e))
+        floor = 1e-2 * float(np.linalg.norm(live[name])) ** 2
+        if part <= PART and float((e**2).sum()) <= ENERGY * float((others**2).sum()) + floor:
+            error = float(np.linalg.norm(e)) / size
+            said = f"{name} is not quantized: error {error:.3g} without its rounding, {right:.3g} with it"
+            found.append(Finding(case.name, said, error, 0.0, inf))
+    return found
 
 
 def _takes(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> bool:

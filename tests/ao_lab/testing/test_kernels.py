@@ -1,9 +1,12 @@
 """`probe_kernel`: every fault of the bank is found and named, no right kernel is, and what it takes."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+import fast
 import reference
 from ao_lab import testing
 from ao_lab.testing.kernels import KernelReport, probe_kernel
@@ -98,6 +101,74 @@ def test_a_kernel_of_torch():
     )
 
 
+def rowwise(x, w, least=1e-30):
+    """Scales, casts and multiplies as the specification does."""
+    scales = [one.abs().amax(1, keepdim=True).clamp_min(least) / 448 for one in (x, w)]
+    a, b = ((one / s).to(torch.float8_e4m3fn).float() for one, s in zip((x, w), scales, strict=True))
+    return (a @ b.T) * scales[0] * scales[1].T
+
+
+def without_last_outputs(x, w):
+    y = rowwise(x, w)
+    y[:, len(w) // 8 * 8 :] = 0
+    return y
+
+
+def without_one_output(x, w):
+    y = rowwise(x, w)
+    y[3, 7] = 0
+    return y
+
+
+def in_place(x, w):
+    y = rowwise(x, w)
+    x.mul_(2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (lambda x, w: rowwise(x, w, 0.0), "NaN in a token, zeros in another: .* are inf or NaN where the right"),
+        (without_last_outputs, "other lengths: error of channel"),
+        (lambda x, w: rowwise(x[:, : x.shape[1] // 16 * 16], w[:, : w.shape[1] // 16 * 16]), "other lengths: error"),
+        (without_one_output, r"output \(3, 7\)"),
+        (in_place, "inputs as they are: the kernel changed its operands"),
+        (lambda x, w: x @ w.T, "w is not quantized: error"),
+        (lambda x, w: x @ fast.fake_quantize(w, "fp8_rowwise").T, "x is not quantized"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_whole_kernel(kernel, said):
+    """A row of zeros, tails of N and of K, one output, operands that change, and none or one that is quantized."""
+    report = probe_kernel(kernel, **SMALL)
+    assert not report.ok
+    assert re.search(said, str(report)), report
+
+
+def test_calls_that_differ_and_lengths_that_a_kernel_refuses():
+    calls = []
+
+    def kernel(x, w):
+        calls.append(tuple(w.shape))
+        if len(w) % 8:
+            raise RuntimeError(f"N is a multiple of 8, not {len(w)}")
+        y = rowwise(x, w)
+        y[0] *= 2 if len(calls) == 3 else 1
+        return y
+
+    report = probe_kernel(kernel, **SMALL)
+    assert "inputs as they are, call 3: error of token 0" in str(report)
+    assert (
+        "not tried, as it raises RuntimeError (N is a multiple of 8, not 41): M, N, K = (135, 41, 381)"
+        in str(report)
+    )
+    report = probe_kernel(kernel, **SMALL)
+    assert report.ok
+    assert "nearest to a fault" in str(report)
+    assert (135, 32, 368) not in calls
+    assert (32, 368) in calls
+
+
 def test_a_kernel_of_quantized_operands_and_one_of_weights_alone():
     def product(x, w):
         x = reference.dequantize(x, "float32") if hasattr(x, "codes") else x
@@ -132,6 +203,12 @@ def test_an_error_that_no_fault_explains():
     [
         (lambda x, w: x, {}, ValueError, "returned shape"),
         (lambda x, w: 3, {}, TypeError, "no array"),
+        (
+            lambda x, w: (x @ w.T).bfloat16(),
+            {},
+            TypeError,
+            "returned bfloat16 for dtype='float32'; where its operands",
+        ),
         (lambda x, w: x @ w.T, {"dtype": "int8"}, ValueError, "dtype"),
         (lambda x, w: x @ w.T, {"scheme": None}, ValueError, "neither operand"),
         (lambda x, w: x @ w.T, {"x": np.ones((9, 9)), "w": np.ones((9, 8))}, ValueError, "with 8 tokens"),

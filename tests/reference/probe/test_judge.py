@@ -12,20 +12,22 @@ SCHEME = SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]
 
 def test_the_cases():
     x, w = judge.operands(None, None, "bfloat16", 0)
-    found = {
-        case.name: case
-        for case in judge.cases(SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"], x, w, "bfloat16")
-    }
+    asked = list(judge.cases(SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"], x, w, "bfloat16"))
+    found = {case.name: case for case, *_ in asked}
     assert (x == x.astype(np.float32)).all()
     assert not (x.view(np.uint32) & 0xFFFF).any()
     assert (found["inputs times 2^12"].x == x * 4096).all()
-    assert found["other lengths"].x.shape == (246, 640)
-    assert np.isnan(found["NaN in a token"].x).sum() == 1
+    assert [case.sizes for case in asked[3]][:3] == [(246, 89, 765), (246, 89, 752), (246, 80, 752)]
+    assert asked[3][-1].sizes == (246, 96, 768)
+    last = found["NaN in a token, zeros in another"]
+    assert np.isnan(last.x).sum() == 1
+    assert not last.x[0].any()
+    assert not last.w[0].any()
     blocks = [
-        case.x.shape
-        for case in judge.cases(*SCHEME, typical_inputs(64, 512), typical_weight(128, 512), "float32")
+        case.sizes
+        for case, *_ in judge.cases(*SCHEME, typical_inputs(64, 512), typical_weight(256, 512), "float32")
     ]
-    assert blocks == [(64, 512)] * 3 + [(59, 384)] + [(64, 512)]
+    assert blocks == [(64, 256, 512)] * 3 + [(59, 249, 509)] + [(64, 256, 512)]
 
 
 def test_a_right_kernel_and_one_that_is_like_a_fault():
