@@ -7,9 +7,15 @@ and moves V and the ranges by the signs of the gradients; inputs that a layer qu
 go through the batches in an order that a seed draws; held-out tokens and padding are no part of the loss.
 
 Of the start, the end and the step of the least loss that one is taken whose block has the least error on held-out tokens, so a
-block is never worse there than it was without. The order of all sums is fixed: the same call has the same bits.
+block is never worse there than it was without.
 
-Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (arXiv 2309.05516), algorithm 1.
+The order of all sums is fixed: the same call has the same bits on one kind of device with the same versions, be the blocks
+resident or from files, and whoever else uses the device. (A gradient next to 0 has another sign in another order, and all later
+steps differ.) For that torch's attention is learned through by kernels whose backward adds in one order (`one_order`); other
+operations of a model that torch calls nondeterministic stay what they are, as does attention that is not torch's.
+
+Sources: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (arXiv 2309.05516), algorithm 1; which attention
+is deterministic: PyTorch's notes on reproducibility (docs.pytorch.org/docs/stable/notes/randomness.html).
 """
 
 from __future__ import annotations
@@ -225,8 +231,10 @@ class Learning:
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             with torch.enable_grad():
-                loss = self._squares(batch, TRAIN) / len(batches)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with without_cudnn():
+                    loss = self._squares(batch, TRAIN) / len(batches)
+                with one_order(loss):
+                    loss.backward()  # type: ignore[no-untyped-call]
             loss = loss.detach().to(torch.float64)
             total = total.to(loss.device) + loss
         return total
@@ -266,6 +274,51 @@ class Learning:
             self._squares(i, role).to(torch.float64) * count for i, count in enumerate(counts) if count
         ]
         return float(sum(squares)) / max(sum(counts), 1)
+
+
+#: How the names begin of torch's attention among nodes of a graph of gradients.
+ATTENTION = "ScaledDotProduct"
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """scaled_dot_product_attention without cuDNN's kernel, whose backward has no order of sums; where another is allowed."""
+    allowed: Any = torch.backends.cuda
+    others = allowed.flash_sdp_enabled() or allowed.mem_efficient_sdp_enabled() or allowed.math_sdp_enabled()
+    before = allowed.cudnn_sdp_enabled()
+    try:
+        allowed.enable_cudnn_sdp(before and not others)
+        yield
+    finally:
+        allowed.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def one_order(loss: torch.Tensor) -> Iterator[None]:
+    """Gradients of a loss inside: the backward of its attention, and nothing else, by torch's deterministic algorithms.
+
+    Not of all operations: those without a deterministic backward would be errors. Afterwards the mode is what it was.
+    """
+    before = torch.get_deterministic_debug_mode()
+    for node in nodes_of(loss):
+        if node.name().startswith(ATTENTION):
+            node.register_prehook(lambda _: torch.set_deterministic_debug_mode("error"))
+            node.register_hook(lambda *_: torch.set_deterministic_debug_mode(before))
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
+    """Each node of a tensor's graph of gradients once."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
 
 
 def _copied(part: torch.Tensor | None) -> torch.Tensor | None:

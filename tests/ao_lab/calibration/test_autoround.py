@@ -6,10 +6,12 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ao_lab import SchemeConfig, quantize_
 from ao_lab.calibration import tokens
-from ao_lab.calibration.autoround import rotated, straight
+from ao_lab.calibration.autoround import ATTENTION, nodes_of, one_order, rotated, straight, without_cudnn
 from ao_lab.calibration.checks import LEAST_TOKENS
 from ao_lab.calibration.methods import GPTQ, AutoRound, BiasCorrection, Clip, Rotate
 from ao_lab.calibration.run import Job
@@ -223,3 +225,65 @@ def test_what_is_refused(given):
         AutoRound(**given)
     with pytest.raises(ValueError, match="AutoRound and BiasCorrection do the same"):
         quantize_(nn.Linear(8, 8), INT4, methods=(AutoRound(), BiasCorrection()))
+
+
+class Attending(nn.Module):
+    """Rows attend to each other, between two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        #: Whether cuDNN's attention was allowed, of each call.
+        self.cudnn = []
+
+    def forward(self, x):
+        self.cudnn.append((torch.is_grad_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
+        q = self.one(x)[:, None]
+        return self.two(nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0])
+
+
+class Modes(TorchDispatchMode):
+    """How deterministic operations have to be, of each name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add((function.overloadpacket.__name__, torch.get_deterministic_debug_mode()))
+        return function(*args, **(kwargs or {}))
+
+
+def test_attention_is_learned_through_in_one_order_of_sums():
+    """torch's flash and efficient attention add gradients of queries in any order by default; cuDNN's always does."""
+    mode = 1
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Attending()])
+    model.forward = lambda x: model.blocks[0](x)
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with Modes() as modes:
+            quantize_(model, INT4, calibration=inputs(), methods=(AutoRound(steps=2),))
+        assert torch.get_deterministic_debug_mode() == mode
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    backward = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    assert {one for one in modes.seen if one[1] != mode} - {("detach", 2)} == {(backward, 2)}
+    assert (backward, mode) not in modes.seen
+    assert set(model.blocks[0].cudnn) == {(True, False), (False, True)}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_modes_are_what_they_were_behind_an_error():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+
+    def fails(*_):
+        raise MemoryError
+
+    loss = nn.functional.scaled_dot_product_attention(q, q, q).sum()
+    next(one for one in nodes_of(loss) if one.name().startswith(ATTENTION)).register_hook(fails)
+    with pytest.raises(MemoryError), one_order(loss):
+        loss.backward()
+    assert torch.get_deterministic_debug_mode() == 0
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
