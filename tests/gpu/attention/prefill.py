@@ -1,15 +1,16 @@
 """On a GPU: attention in 8 bits, against the reference and against torch's, with a sweep of tiles.
 
     PYTHONPATH=. python tests/gpu/attention/prefill.py [--part bits sweep quantization variants] [--sizes 1x8192 1x32768]
-        [--recipes int8 int8_block fp8] [--width 128] [--seconds 60] [--out FOLDER]
+        [--recipes int8 int8_block fp8] [--forms FORM ...] [--width 128] [--seconds 60] [--out FOLDER]
 
 bits: codes and scales of queries, keys and values equal to the reference's, attention within
 `quantized_attention_error_bound` and the same in 20 repetitions: widths, grouped queries, windows, masks, other lengths; by
 Triton's kernels and by the forms of those in CUDA C++, of which those that make codes of queries inside give what the others
 give, bit for bit. sweep:
 tiles of the matmuls alone, 32 query heads over 8 key heads, causal, --sizes (sequences x tokens): microseconds and TFLOP/s
-(2 T (T + 1) width a head for both matmuls). A line a check or time, and rows in FOLDER/prefill_attention.csv (else $OUT). Times
-beside torch's are experiment `prefill_attention`: `ao-lab reproduce prefill_attention --scale full --only speed`.
+(2 T (T + 1) width a head for both matmuls). --forms: of bits and of variants these alone. A line a check or time, and rows in
+FOLDER/prefill_attention.csv (else $OUT). Times beside torch's are experiment `prefill_attention`: `ao-lab reproduce
+prefill_attention --scale full --only speed`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from ao_lab.measure.turns import Call, CudaWatch, Plan, Watch, interleaved, prepare, summary
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
-from fast.kernels.attention import prefill, sm90
+from fast.kernels.attention import prefill, sm90, sm90_heads
 from fast.kernels.attention.quantize_heads import Heads as Codes
 from fast.kernels.attention.quantize_heads import quantize_heads
 from reference.attention import quantized as specified
@@ -40,7 +41,7 @@ from reference.attention.quantized import (
     quantize_operands,
     quantized_attention_error_bound,
 )
-from tests.gpu.attention.prefill_variants import quantization, variants
+from tests.gpu.attention.prefill_variants import ABLATIONS, VARIANTS, quantization, variants, with_codes
 from tests.gpu.harness.lines import differs, say, write_rows
 
 HEADS, KV_HEADS = 32, 8
@@ -57,7 +58,13 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 #: Forms of the kernels in CUDA C++ whose bits are compared.
 FORMS = {
     "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
+    "sm90, rows": sm90.Variant(units=2, heads=True), "sm90, early": sm90.Variant(units=2, heads=True, early=True),
     "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
+}  # fmt: skip
+#: What makes codes in those of them that are not made as served.
+CODES = {
+    "sm90, heads": sm90_heads.Variant(), "sm90, rows": sm90_heads.Variant(rows=True),
+    "sm90, early": sm90_heads.Variant(rows=True, early=True),
 }  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
 STAGES = (4, 2, 3, 5)
@@ -66,8 +73,8 @@ REPEATS = 20
 ROUNDS = Plan(rounds=40, warmup=1, span=1e-9, seconds=1.0)
 
 
-def bits(recipes: list[str]) -> None:
-    """Codes, and errors over their bound."""
+def bits(recipes: list[str], names: list[str] | None = None) -> None:
+    """Codes, and errors over their bound. names: of forms."""
     for recipe, width, queries, keys, given in CASES:
         if recipe not in recipes:
             continue
@@ -82,7 +89,10 @@ def bits(recipes: list[str]) -> None:
         )
         plans = {**(FORMS if served else {}), "triton": prefill.plan_of(128) if served else None}
         for kernel, plan in plans.items():
-            worst, ratio, equal, same = _checked(recipe, q, k, v, options, plan)
+            if names is not None and kernel not in names:
+                continue
+            codes = CODES.get(kernel, sm90_heads.SERVED)
+            worst, ratio, equal, same = with_codes(codes, _checked, recipe, q, k, v, options, plan)
             what = f"{kernel} {recipe} D{width} {queries} of {keys} {','.join(given)}"
             say("bits", what, worst, "of the bound", norm=ratio, ok=worst <= 1, codes=equal, repeatable=same)
 
@@ -180,6 +190,7 @@ def main() -> int:
     parser.add_argument(
         "--recipes", nargs="+", default=list(ATTENTION_RECIPES), choices=list(ATTENTION_RECIPES)
     )
+    parser.add_argument("--forms", nargs="+", choices=[*FORMS, "triton", *VARIANTS, *ABLATIONS])
     parser.add_argument("--sizes", nargs="+", default=["1x8192"], help="sequences x tokens")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the sweep")
@@ -188,14 +199,14 @@ def main() -> int:
     sizes = [Size.of(one) for one in asked.sizes]
     try:
         if "bits" in asked.part:
-            bits(asked.recipes)
+            bits(asked.recipes, asked.forms)
         if "sweep" in asked.part:
             for size in sizes:
                 sweep(asked.recipes, size, asked.width, time.monotonic() + asked.seconds / len(sizes))
         if "quantization" in asked.part:
             quantization(sizes)
         if "variants" in asked.part:
-            variants(sizes, asked.seconds)
+            variants(sizes, asked.seconds, asked.forms)
     finally:
         write_rows("prefill_attention.csv", asked.out)
     return int(differs())

@@ -2,10 +2,10 @@
 
 `prefill.py --part variants [--sizes 1x8192 1x16384 1x32768] [--seconds 60]`: causal and not, 32 query heads over 8 key heads of
 128 channels, all calls of a size in turn from CUDA graphs. A line a form: microseconds of the matmuls alone (median, 20 and 80
-percent), TFLOP/s, over cuDNN's time alone and with quantization, whether the result is the first form's, bit for bit, and its
-cosine. `whole, FORM` is all of a call, quantization by the form's kernels included; where these make codes of keys the result
-is the first one's but for the mean key, whose sum has another order. Ablations change the source: results are wrong, times say
-what a part costs.
+percent), TFLOP/s, over cuDNN's time alone and with quantization, whether the result is the first form's, bit for bit, and that
+of the next call, and its cosine. `whole, FORM` is all of a call, quantization by the form's kernels included; those that make
+codes of keys in CUDA C++ are compared with the first one of these, as their mean key is a sum in another order. Ablations
+change the source: results are wrong, times say what a part costs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ao_lab.measure.turns import CudaWatch, Plan, Span, Timing, interleaved, prepare, summary
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
-from fast.kernels.attention import prefill, sm90
+from fast.kernels.attention import prefill, sm90, sm90_heads
 from fast.kernels.attention.quantize_heads import quantize_heads
 from fast.kernels.attention.sm90 import Problem, Variant
 from fast.launch import cuda
@@ -43,10 +43,16 @@ VARIANTS = {
     "queries inside, three stages": Variant(3, units=4, inside=True),
     "queries inside, two units": Variant(units=2, inside=True),
 }  # fmt: skip
-#: Forms of all of a call.
+#: Forms of all of a call, and of the kernels that make its codes.
 WHOLE = {
-    "one unit": Variant(), "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
-    "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
+    "two units": (Variant(units=2), sm90_heads.Variant()),
+    "codes in CUDA C++": (Variant(units=2, heads=True), sm90_heads.Variant()),
+    "codes early": (Variant(units=2, heads=True), sm90_heads.Variant(early=True)),
+    "rows": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True)),
+    "rows early": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True)),
+    "rows and attention early": (
+        Variant(units=2, heads=True, early=True), sm90_heads.Variant(rows=True, early=True)
+    ),
 }  # fmt: skip
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
@@ -96,7 +102,7 @@ def forms(names: list[str] | None = None) -> Iterator[dict[str, tuple[cuda.Kerne
             place = Path(folder) / str(at)
             place.mkdir()
             made[name] = changed(sm90.KERNEL, changes, place), Variant()
-        yield made if names is None else {name: made[name] for name in names}
+        yield made if names is None else {name: one for name, one in made.items() if name in names}
 
 
 def compile_all(made: Mapping[str, tuple[cuda.Kernel, Variant]]) -> None:
@@ -138,25 +144,31 @@ def measure(
     }
     for name, (kernel, variant) in made.items():
         calls[name] = partial(_attended, kernel, heads, q, record, causal, size.tokens, variant)
-    whole = {f"whole, {name}": variant for name, variant in WHOLE.items()}
-    for name, variant in whole.items():
-        calls[name] = partial(
-            prefill.attention, q, k, v, record, scale=128**-0.5, causal=causal, plan=variant
-        )
+    whole = {f"whole, {name}": form for name, form in WHOLE.items()}
+    for name, (variant, codes) in whole.items():
+        options = {"scale": 128**-0.5, "causal": causal, "plan": variant}
+        calls[name] = partial(with_codes, codes, prefill.attention, q, k, v, record, **options)
     expected = calls[PEER]().float().flatten()
     spans: dict[str, Span] = {}
     notes: dict[str, dict[str, Any]] = {}
-    first = None
+    firsts: dict[bool, torch.Tensor] = {}
     for name, call in calls.items():
         print(f"... {size.tokens} {name}", flush=True)
         if name in whole or (name in made and name not in ABLATIONS):
             y = call()
-            first = y if first is None else first
+            first = firsts.setdefault(name in whole and whole[name][0].heads, y)
             cosine = torch.nn.functional.cosine_similarity(expected, y.float().flatten(), 0).item()
-            notes[name] = {"same": torch.equal(first, y), "cosine": round(cosine, 6)}
+            same, again = torch.equal(first, y), torch.equal(y, call())
+            notes[name] = {"same": same, "again": again, "cosine": round(cosine, 6), "ok": same and again}
         spans[name] = prepare(watch, [call], plan)
     times = {name: summary(one) for name, one in interleaved(watch, spans, plan).items()}
     _lines(size, causal, times, notes)
+
+
+def with_codes(codes: sm90_heads.Variant, call: Any, *given: Any, **options: Any) -> Any:
+    """A call whose codes are made by a form of those kernels."""
+    with mock.patch.object(sm90_heads, "SERVED", codes):
+        return call(*given, **options)
 
 
 def _attended(
@@ -196,7 +208,8 @@ def quantization(sizes: list[Size], calls: int = 10) -> None:
     """What each kernel of quantization takes in the forms of all of a call, by torch's profiler."""
     for size, form in itertools.product(sizes, WHOLE):
         q, k, v = states(size, HEADS, "cuda")
-        call = partial(prefill.operands, q, k, v, ATTENTION_RECIPES[RECIPE], None, WHOLE[form])
+        variant, codes = WHOLE[form]
+        call = partial(with_codes, codes, prefill.operands, q, k, v, ATTENTION_RECIPES[RECIPE], None, variant)
         call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(calls):
@@ -218,4 +231,4 @@ def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) 
                 measure(size, causal, tried, seconds / (2 * len(sizes)))
 
 
-__all__ = ["ABLATIONS", "VARIANTS", "WHOLE", "changed", "quantization", "variants"]
+__all__ = ["ABLATIONS", "VARIANTS", "WHOLE", "changed", "quantization", "variants", "with_codes"]
