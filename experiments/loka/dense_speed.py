@@ -36,7 +36,7 @@ GRAPH = ", graph"
 STORED = "fp8 weights"
 BASE = "bfloat16"
 #: In this order, since a deadline may leave out the last.
-METHODS = (BASE, "rowwise", STORED, "dispatch", "tensorwise")
+METHODS = (BASE, "dispatch", "rowwise", STORED, "tensorwise")
 #: What is timed without gradients.
 INFERENCE = (BASE, STORED)
 #: Those that LoKA publishes of its Wukong beside these.

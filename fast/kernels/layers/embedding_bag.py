@@ -35,8 +35,8 @@ from reference.quantize.quantize import check_quantized
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import Scheme
 
-#: Elements of a piece, at least and at most; of a warp; ids in flight.
-SHORTEST, LONGEST, WARP, TOGETHER = 16, 128, 1024, 2
+#: Elements of a piece, at least and at most; of a warp; ids in flight, and where fewer than these are left of a bag.
+SHORTEST, LONGEST, WARP, TOGETHER, FEW = 16, 128, 1024, 2, 2
 #: Scales from here on may overflow with a code of 8 bits.
 LARGE = tl.constexpr(2.0**119)
 OUTSIDE = "embedding_bag: an id is outside of its table; map unknown ids to a row of their own"
@@ -90,13 +90,41 @@ def _value(element, s, z, SCHEME: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _added(
+    total, count, largest, outside, codes, scale, zero, ids, weights, place, end, piece, rows, padding, SCHEME: tl.constexpr,
+    PACKED: tl.constexpr, PIECES: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, TOGETHER: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """`_sums` with TOGETHER ids more, from a place on; what is read of all is asked for before the first is added."""
+    parts = ()
+    for step in tl.static_range(TOGETHER):
+        parts = parts + (  # noqa: RUF005 -- Triton unpacks no tuples
+            _read(
+                codes, scale, zero, ids, weights, place + step, end, piece, rows, padding, SCHEME, PACKED, PIECES, SCALES,
+                SIZE, EXACT, PADDED,
+            ),
+        )  # fmt: skip
+    for step in tl.static_range(TOGETHER):
+        element, s, z, w, used, wrong = parts[step]
+        value, c = _value(element, s, z, SCHEME, EXACT)
+        outside = outside | wrong
+        largest = tl.maximum(largest, tl.abs(c))
+        if weights is not None:
+            value = w * value
+        total = tl.where(used, total + value, total)
+        if MEAN:
+            count += used.to(tl.int32)
+    return total, count, largest, outside
+
+
+@triton.jit
 def _sums(
     codes, scale, zero, ids, weights, begin, end, piece, rows, padding, SCHEME: tl.constexpr, PACKED: tl.constexpr,
     PIECES: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr,
-    EXACT: tl.constexpr, PADDED: tl.constexpr, MEAN: tl.constexpr,
+    FEW: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """(sums (P, SIZE), ids that count (P, 1), largest scale (P, 1), whether an id was outside (P, 1)). What is read of
-    TOGETHER ids is asked for before the first of it is added."""
+    """(sums (P, SIZE), ids that count (P, 1), largest scale (P, 1), whether an id was outside (P, 1)): TOGETHER ids at a time,
+    and FEW where there are not so many any more."""
     total = tl.zeros((P, SIZE), tl.float32)
     count, largest, outside = (
         tl.zeros((P, 1), tl.int32),
@@ -104,25 +132,19 @@ def _sums(
         tl.zeros((P, 1), tl.int1),
     )
     longest = tl.max(end - begin)
-    for first in range(0, longest, TOGETHER):
-        parts = ()
-        for step in tl.static_range(TOGETHER):
-            parts = parts + (  # noqa: RUF005 -- Triton unpacks no tuples
-                _read(
-                    codes, scale, zero, ids, weights, begin + first + step, end, piece, rows, padding, SCHEME, PACKED,
-                    PIECES, SCALES, SIZE, EXACT, PADDED,
-                ),
+    whole = longest * 0
+    if FEW < TOGETHER:
+        whole = longest // TOGETHER * TOGETHER
+        for first in range(0, whole, TOGETHER):
+            total, count, largest, outside = _added(
+                total, count, largest, outside, codes, scale, zero, ids, weights, begin + first, end, piece, rows, padding,
+                SCHEME, PACKED, PIECES, SCALES, SIZE, TOGETHER, EXACT, PADDED, MEAN,
             )  # fmt: skip
-        for step in tl.static_range(TOGETHER):
-            element, s, z, w, used, wrong = parts[step]
-            value, c = _value(element, s, z, SCHEME, EXACT)
-            outside = outside | wrong
-            largest = tl.maximum(largest, tl.abs(c))
-            if weights is not None:
-                value = w * value
-            total = tl.where(used, total + value, total)
-            if MEAN:
-                count += used.to(tl.int32)
+    for first in range(whole, longest, FEW):
+        total, count, largest, outside = _added(
+            total, count, largest, outside, codes, scale, zero, ids, weights, begin + first, end, piece, rows, padding,
+            SCHEME, PACKED, PIECES, SCALES, SIZE, FEW, EXACT, PADDED, MEAN,
+        )  # fmt: skip
     return total, count, largest, outside
 
 
@@ -130,7 +152,7 @@ def _sums(
 def embedding_bag_kernel(
     codes, scale, zero, ids, offsets, weights, out, count, bags, rows, padding, features,
     SCHEME: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr,
-    P: tl.constexpr, TOGETHER: tl.constexpr, MEAN: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
+    P: tl.constexpr, TOGETHER: tl.constexpr, FEW: tl.constexpr, MEAN: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
     MESSAGE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """P pieces of SIZE elements: of every `features`-th bag, from one of the first on."""
@@ -144,14 +166,14 @@ def embedding_bag_kernel(
     end = tl.where(exists, end, begin)
     total, used, largest, outside = _sums(
         codes, scale, zero, ids, weights, begin, end, piece, rows, padding, SCHEME, PACKED, PIECES, SCALES, SIZE, P,
-        TOGETHER, False, PADDED, MEAN,
+        TOGETHER, FEW, False, PADDED, MEAN,
     )  # fmt: skip
     if SCHEME.fast_values:  # noqa: SIM102 -- the one is decided when compiling
         # A NaN scale is none that overflows.
         if tl.max(largest) >= LARGE:
             total, used, largest, outside = _sums(
                 codes, scale, zero, ids, weights, begin, end, piece, rows, padding, SCHEME, PACKED, PIECES, SCALES,
-                SIZE, P, 1, True, PADDED, MEAN,
+                SIZE, P, 1, 1, True, PADDED, MEAN,
             )  # fmt: skip
     if MEAN:
         total = tl.div_rn(total, tl.broadcast_to(tl.maximum(used, 1).to(tl.float32), (P, SIZE)))
@@ -211,7 +233,7 @@ def embedding_bag(
         embedding_bag_kernel[(programs,)](
             q.codes, q.scale, q.zero, ids.contiguous(), offsets.contiguous(), factors, out, len(ids), bags, q.shape[0],
             padding, features, constants_of(q.scheme, "float32", not interpreted()), q.packed and q.scheme.format.bits < 8,
-            width // size, q.scale.shape[1], size, together, TOGETHER, mode == "mean", padding >= 0, dtype,
+            width // size, q.scale.shape[1], size, together, TOGETHER, min(FEW, TOGETHER), mode == "mean", padding >= 0, dtype,
             OUTSIDE, max(len(ids), bags) * (width // size) >= 1 << 30, **options,
         )  # fmt: skip
     return out

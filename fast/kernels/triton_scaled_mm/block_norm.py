@@ -8,6 +8,7 @@ of `reference.linear_block_norm`, and are its bits where sums are exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from fast.kernels.rules.scales import exact_scale, stored_scale
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90.bf16x2 import narrowed
 from fast.kernels.triton_scaled_mm.host import ELEMENTS, INTEGER, STEP
+from fast.launch.cuda import MULTIPROCESSORS
 from fast.launch.launcher import (
     FLOAT_NAMES,
     UNFUSED,
@@ -36,22 +38,36 @@ from reference.schemes.schemes import SCHEMES
 
 #: Columns of a block of the norm, and of a scale.
 BLOCK, GROUP = 256, 128
-#: Rows of a tile, bytes of a step along K, steps in flight, warps.
-ROWS, LENGTH, STAGES, WARPS = 128, 128, 4, 8
-#: Tiles along M that programs at work at a time have.
-TOGETHER = 8
 SCHEME_NAME = "fp8_1x128"
 GATE = tl.constexpr(SIXTH)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """How tiles are made, the same bits by each. rows: of a tile; length: elements along K in a step; stages: steps in flight.
+
+    along: tiles along M that programs at work at a time have. persistent: programs on a multiprocessor, each of which makes one
+    tile after the other and reads the next one's first steps beside an epilogue; 0: a program a tile.
+    """
+
+    rows: int = 128
+    length: int = 128
+    stages: int = 4
+    warps: int = 8
+    along: int = 8
+    persistent: int = 0
+
+
+USUAL = Variant()
+
+
 @triton.jit
-def _first(m_size, n_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONG: tl.constexpr):
-    """First row and column of a program's tile: ALONG tiles of rows, column by column."""
+def _first(tile, m_size, n_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALONG: tl.constexpr):
+    """First row and column of a tile by its number: ALONG tiles of rows, column by column."""
     across, down = tl.cdiv(n_size, BLOCK_N), tl.cdiv(m_size, BLOCK_M)
-    program = tl.program_id(0)
-    first = program // (ALONG * across) * ALONG
+    first = tile // (ALONG * across) * ALONG
     height = tl.minimum(down - first, ALONG)
-    place = program % (ALONG * across)
+    place = tile % (ALONG * across)
     return (first + place % height) * BLOCK_M, place // height * BLOCK_N
 
 
@@ -87,18 +103,15 @@ def _codes(v, SCHEME: tl.constexpr):
     return tl.where(is_nan(v), tl.full((), 0x7F, tl.uint8), code)
 
 
-@triton.jit(do_not_specialize=["m_size"])
-def scaled_mm_block_norm_kernel(
-    a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps,
+@triton.jit
+def _tile(
+    tile, a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALONG: tl.constexpr, PROMOTE: tl.constexpr,
     EACH_A: tl.constexpr, EACH_B: tl.constexpr, HARD_SWISH: tl.constexpr, SCHEME: tl.constexpr, DTYPE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y (M, N), or of codes (M, N) and scales (M, N / COLUMNS).
-
-    a, b: descriptors of blocks (BLOCK_M, BLOCK_K) and (BLOCK_N, BLOCK_K). gain (N,), float32.
-    """
-    first_m, first_n = _first(m_size, n_size, BLOCK_M, BLOCK_N, ALONG)
+    """One tile by its number."""
+    first_m, first_n = _first(tile, m_size, n_size, BLOCK_M, BLOCK_N, ALONG)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, k_size, BLOCK_K, num_stages=STAGES):
         v, w = a.load([first_m, k]), b.load([first_n, k])
@@ -125,6 +138,31 @@ def scaled_mm_block_norm_kernel(
         place = m.to(tl.int64) * (n_size // COLUMNS) + first_n // COLUMNS
         tl.store(scale + place, scale_0, mask=exists)
         tl.store(scale + place + 1, scale_1, mask=exists)
+
+
+@triton.jit(do_not_specialize=["m_size"])
+def scaled_mm_block_norm_kernel(
+    a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALONG: tl.constexpr, PROMOTE: tl.constexpr,
+    EACH_A: tl.constexpr, EACH_B: tl.constexpr, HARD_SWISH: tl.constexpr, SCHEME: tl.constexpr, DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of y (M, N), or of codes (M, N) and scales (M, N / COLUMNS): one, or PERSISTENT those of a program in turn.
+
+    a, b: descriptors of blocks (BLOCK_M, BLOCK_K) and (BLOCK_N, BLOCK_K). gain (N,), float32.
+    """
+    if PERSISTENT:
+        tiles = tl.cdiv(m_size, BLOCK_M) * tl.cdiv(n_size, BLOCK_N)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES, flatten=True):
+            _tile(
+                tile, a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps, BLOCK_M, BLOCK_N,
+                BLOCK_K, ALONG, PROMOTE, EACH_A, EACH_B, HARD_SWISH, SCHEME, DTYPE, COLUMNS, STAGES, HAS_PTX,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), a, b, scale_a, scale_b, bias, gain, y, codes, scale, m_size, n_size, k_size, eps, BLOCK_M,
+            BLOCK_N, BLOCK_K, ALONG, PROMOTE, EACH_A, EACH_B, HARD_SWISH, SCHEME, DTYPE, COLUMNS, STAGES, HAS_PTX,
+        )  # fmt: skip
 
 
 def refusal(x: Quantized, w: Quantized, scheme: str, dtype: torch.dtype, block: int) -> str | None:
@@ -157,6 +195,7 @@ def linear_block_norm(
     scheme: str,
     dtype: torch.dtype,
     fast_sums: bool = True,
+    variant: Variant = USUAL,
 ) -> list[torch.Tensor] | None:
     """[y], or [codes, scale], of operands that `refusal` lets through; None of others and of several devices."""
     if refusal(x, w, scheme, dtype, BLOCK) is not None or not same_device(
@@ -171,7 +210,7 @@ def linear_block_norm(
     )
     y, codes, scale = (None, *made) if scheme else (*made, None, None)
     launch = launch_of(x.scheme.element, w.scheme.element, (m, n, k), (x.scheme.scale.block == -1, w.scheme.scale.block == -1),
-                       float(eps), hard_swish, scheme, dtype, fast_sums)  # fmt: skip
+                       float(eps), hard_swish, scheme, dtype, fast_sums, variant)  # fmt: skip
     device = x.codes.get_device()
     launch.run([x.codes, w.codes, x.scale, w.scale, bias, gain, y, codes, scale], device)
     return made
@@ -180,24 +219,19 @@ def linear_block_norm(
 @lru_cache(maxsize=1024)
 def launch_of(
     x: str, w: str, shape: tuple[int, int, int], each: tuple[bool, bool], eps: float, hard_swish: bool, scheme: str,
-    dtype: torch.dtype, fast_sums: bool,
+    dtype: torch.dtype, fast_sums: bool, variant: Variant = USUAL,
 ) -> DescriptorLaunch:  # fmt: skip
     """The launch of a shape."""
-    m, n, k = shape
-    matrices = (Matrix(ELEMENTS[x], (m, k), (ROWS, LENGTH)), Matrix(ELEMENTS[w], (n, k), (BLOCK, LENGTH)))
+    (m, n, k), v = shape, variant
+    matrices = Matrix(ELEMENTS[x], (m, k), (v.rows, v.length)), Matrix(ELEMENTS[w], (n, k), (BLOCK, v.length))
     rule = constants_of(SCHEMES[scheme], "float32", not interpreted()) if scheme else None
     tail: tuple[Any, ...] = (
-        m, n, k, eps, ROWS, BLOCK, LENGTH, TOGETHER, not fast_sums, *each, hard_swish, rule, FLOAT_NAMES[dtype], GROUP, STAGES,
-        not interpreted(),
+        m, n, k, eps, v.rows, BLOCK, v.length, v.along, not fast_sums, *each, hard_swish, rule, FLOAT_NAMES[dtype], GROUP,
+        v.stages, not interpreted(), v.persistent > 0,
     )  # fmt: skip
-    return DescriptorLaunch(
-        scaled_mm_block_norm_kernel,
-        (ceil_div(m, ROWS) * (n // BLOCK), 1, 1),
-        tail,
-        WARPS,
-        matrices,
-        **UNFUSED,
-    )
+    tiles = ceil_div(m, v.rows) * (n // BLOCK)
+    programs = min(tiles, v.persistent * MULTIPROCESSORS) if v.persistent else tiles
+    return DescriptorLaunch(scaled_mm_block_norm_kernel, (programs, 1, 1), tail, v.warps, matrices, **UNFUSED)
 
 
-__all__ = ["BLOCK", "linear_block_norm", "refusal", "scaled_mm_block_norm_kernel"]
+__all__ = ["BLOCK", "USUAL", "Variant", "linear_block_norm", "refusal", "scaled_mm_block_norm_kernel"]

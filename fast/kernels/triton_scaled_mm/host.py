@@ -45,7 +45,8 @@ class Tile:
     """(rows, columns) of the result, and how it is made.
 
     length: elements along K in a step. splits: parts of K. stages: steps in flight. swap: whether the weight is the tensor
-    core's first operand, which has at least 64 rows.
+    core's first operand, which has at least 64 rows. together: tiles along M that programs at work at a time have; 1: they have
+    a row of tiles each after the other.
     """
 
     rows: int
@@ -55,10 +56,18 @@ class Tile:
     stages: int
     warps: int
     swap: bool
+    together: int = 1
+
+
+#: The tile of whole waves of fast sums: three bytes are read where two squares read four. Precise sums would keep both the
+#: tensor core's and their own in registers, which have no room for that.
+WIDE = Tile(128, 256, 128, 1, 4, 8, False, 8)
 
 
 def tile_of(m: int, n: int, k: int, fast_sums: bool) -> Tile:
     """The tile for M, N and K. Sums that are not fast end after 128 elements, and so do steps."""
+    if fast_sums and ceil_div(m, WIDE.rows) * ceil_div(n, WIDE.columns) >= C.wide * MULTIPROCESSORS:
+        return WIDE
     tile = _of_few_rows(m, n, k) if m <= C.few_rows else _of_many_rows(m, n, k)
     if not fast_sums and tile.length > 128:
         tile = replace(tile, length=128, stages=8)
@@ -117,7 +126,7 @@ def int_tile_of(m: int, n: int, k: int) -> Tile:
     """The tile for M, N and K."""
     if m > C.few_rows and ceil_div(m, MANY.rows) * ceil_div(n, MANY.columns) >= C.many * MULTIPROCESSORS:
         return MANY
-    return tile_of(m, n, k, fast_sums=True)
+    return _of_few_rows(m, n, k) if m <= C.few_rows else _of_many_rows(m, n, k)
 
 
 #: Elements that the kernels take, and torch's dtypes of them: 8-bit floats by each other, int8 by int8.
@@ -205,11 +214,11 @@ def _launches(
     )
     grid = (ceil_div(m, tile.rows) * ceil_div(n, tile.columns), tile.splits, 1)
     kernel = triton_int_scaled_mm_kernel if x == INTEGER else triton_scaled_mm_kernel
-    of_kernel = TOGETHER if x == INTEGER else not fast_sums
+    of_kernel = (TOGETHER,) if x == INTEGER else (tile.together, not fast_sums)
     # Parts are the same for all scales and dtypes.
     scaled = (*each, name) if tile.splits == 1 or x == INTEGER else (False, False, "float32")
     tail = (
-        m, n, k, tile.rows, tile.columns, tile.length, tile.splits, tile.swap, of_kernel, *scaled, tile.stages, use_pdl
+        m, n, k, tile.rows, tile.columns, tile.length, tile.splits, tile.swap, *of_kernel, *scaled, tile.stages, use_pdl
     )  # fmt: skip
     first = DescriptorLaunch(kernel, grid, tail, tile.warps, matrices, launch_pdl=True)
     if tile.splits == 1:

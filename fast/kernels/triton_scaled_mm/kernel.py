@@ -95,7 +95,7 @@ def triton_int_scaled_mm_kernel(
 def triton_scaled_mm_kernel(
     a, b, scale_a, scale_b, bias, y, parts, m_size, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
-    PROMOTE: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, DTYPE: tl.constexpr,
+    TOGETHER: tl.constexpr, PROMOTE: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of y (M, N), or of parts (SPLITS, M, N) where SPLITS > 1.
@@ -103,9 +103,7 @@ def triton_scaled_mm_kernel(
     a, b: descriptors of blocks (BLOCK_M, BLOCK_K) and (BLOCK_N, BLOCK_K); PROMOTE: whether sums of BLOCK_K products are added
     in float32, else the tensor core adds all; EACH_A, EACH_B: whether each row has a scale.
     """
-    tiles = tl.cdiv(n_size, BLOCK_N)
-    first_m = tl.program_id(0) // tiles * BLOCK_M
-    first_n = tl.program_id(0) % tiles * BLOCK_N
+    first_m, first_n = _tile_of(m_size, n_size, BLOCK_M, BLOCK_N, TOGETHER)
     steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), SPLITS) * BLOCK_K
     start = tl.program_id(1) * steps
     if SWAP:

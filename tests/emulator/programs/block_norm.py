@@ -13,19 +13,30 @@ from tests.support.block_norm import CASES, operands
 
 
 def main(few: str = "") -> None:
-    """Each case."""
+    """Each case, a program a tile; and by one program that makes all tiles, of 64 rows."""
+    host.MULTIPROCESSORS = 1
     for case in CASES[1:2] if few else CASES:
         _, activation, scheme, dtype, _ = case
         x, w, gain, bias = operands(case)
         expected = reference.linear_block_norm(
             x, w, gain, bias=bias, activation=activation, scheme=scheme or None, dtype=dtype
         )
-        found = host.linear_block_norm(
-            x, w, gain, bias, 1e-6, activation == "hard_swish", scheme, getattr(torch, dtype)
-        )
         wanted = [expected.codes, expected.scale] if scheme else [expected]
-        for one, other in zip(found, wanted, strict=True):
-            size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-            different = int((one.view(size) != other.view(size)).sum())
-            assert not different, f"{case}: {different} of {one.numel()} differ"
+        for variant in (host.USUAL, host.Variant(64, along=2, persistent=1)):
+            found = host.linear_block_norm(
+                x,
+                w,
+                gain,
+                bias,
+                1e-6,
+                activation == "hard_swish",
+                scheme,
+                getattr(torch, dtype),
+                True,
+                variant,
+            )
+            for one, other in zip(found, wanted, strict=True):
+                size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+                different = int((one.view(size) != other.view(size)).sum())
+                assert not different, f"{case}, {variant}: {different} of {one.numel()} differ"
         print(case)

@@ -25,7 +25,8 @@ def kernel(
 
 
 def main(few: str = "") -> None:
-    """Each case, then ids that are outside."""
+    """Each case, four ids at a time and two of what is left of a bag; then ids that are outside."""
+    host.TOGETHER, host.FEW = 4, 2
     for case in CASES[1:3] if few else CASES:
         q = table_of(case)
         ids, offsets, weights = bags_of(case, q.shape[0])

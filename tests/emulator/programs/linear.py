@@ -24,7 +24,7 @@ from fast.kernels import static_scales
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.triton_scaled_mm import host as codes
 from fast.kernels.triton_scaled_mm import host as scaled_mm
-from fast.kernels.triton_scaled_mm.host import MANY
+from fast.kernels.triton_scaled_mm.host import MANY, WIDE
 from fast.quantize.static_scales import quantize_rows, rows_record
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
@@ -129,13 +129,14 @@ def one_bit(x: torch.Tensor, record: Scheme, axis: int) -> None:
         assert_same_bits(quantizer.fake_quantize(x, record, axis, None), fake)
 
 
-#: M, N and K, the schemes of both operands, the dtype, and whether sums are fast: operands in either order of the tensor core,
-#: rows, columns and lengths that fill no tile, K in parts.
+#: M, N and K, the schemes of both operands, the dtype, whether sums are fast, and the tile where it is not the rule's: operands
+#: in either order of the tensor core, rows, columns and lengths that fill no tile, K in parts, tiles in groups along M.
 CODES = (
-    ((17, 80, 304), "fp8_rowwise", "fp8_rowwise", torch.float16, True),
-    ((5, 70, 4112), "fp8_tensorwise_e5m2", "fp8_rowwise", torch.float32, False),
-    ((40, 33, 528), "fp8_rowwise", "fp8_rowwise_e5m2", torch.float32, True),
-    ((200, 40, 176), "fp8_tensorwise", "fp8_tensorwise", torch.float16, False),
+    ((17, 80, 304), "fp8_rowwise", "fp8_rowwise", torch.float16, True, None),
+    ((5, 70, 4112), "fp8_tensorwise_e5m2", "fp8_rowwise", torch.float32, False, None),
+    ((40, 33, 528), "fp8_rowwise", "fp8_rowwise_e5m2", torch.float32, True, None),
+    ((200, 40, 176), "fp8_tensorwise", "fp8_tensorwise", torch.float16, False, None),
+    ((400, 280, 176), "fp8_rowwise", "fp8_rowwise", torch.float16, True, replace(WIDE, together=3)),
 )
 
 
@@ -155,7 +156,7 @@ def compare_int_codes() -> None:
         x = reference.quantize(inputs(m, k, torch.float32, number) + 0.4, left)
         w = reference.quantize(inputs(n, k, torch.float32, number + 9), right)
         for bias in (None, torch.arange(n) / 3):
-            made = codes.linear_of_codes(x, w, bias, dtype, None, tile)
+            made = codes.linear_of_codes(x, w, bias, dtype, None, tile=tile)
             options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
             assert made is not None
             assert_same_bits(made, reference.linear(x, w, bias, **options))
@@ -165,10 +166,10 @@ def compare_int_codes() -> None:
 def compare_codes() -> None:
     """Rows of 8-bit floats as codes: sums are exact, so that results are the reference's."""
     scaled_mm.LONG = 4096
-    for number, ((m, n, k), left, right, dtype, fast_sums) in enumerate(CODES):
+    for number, ((m, n, k), left, right, dtype, fast_sums, tile) in enumerate(CODES):
         x, w = exact_weight(SCHEMES[left], m, k, number), exact_weight(SCHEMES[right], n, k, number + 9)
         for bias in (None, torch.arange(n) / 3):
-            made = codes.linear_of_codes(x, w, bias, dtype, None, fast_sums)
+            made = codes.linear_of_codes(x, w, bias, dtype, None, fast_sums, tile)
             options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
             assert made is not None
             assert_same_bits(made, reference.linear(x, w, bias, **options))

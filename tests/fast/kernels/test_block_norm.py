@@ -47,7 +47,7 @@ def test_the_epilogue_stays_in_registers():
         assert code.named("SHFL") == (12 if scheme else 4)
         assert set(code.accesses("STG")) == ({16, 4} if scheme else {16})
         if scheme:
-            assert code.named("F2FP") == host.ROWS * host.BLOCK // (32 * host.WARPS * 2)
+            assert code.named("F2FP") == host.USUAL.rows * host.BLOCK // (32 * host.USUAL.warps * 2)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

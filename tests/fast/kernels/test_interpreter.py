@@ -273,7 +273,7 @@ def test_gradients_agree_with_the_reference(part, cases):
     assert len(lines_of("gradients", "gradients", *part.split())) == cases
 
 
-@pytest.mark.parametrize(("part", "cases"), [("day", 23), pytest.param("", 42, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("part", "cases"), [("day", 24), pytest.param("", 43, marks=pytest.mark.nightly)])
 def test_products_agree_with_exact_ones(part, cases):
     assert len(lines_of("linear", "products", *part.split())) == cases
 

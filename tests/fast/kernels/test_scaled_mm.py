@@ -15,7 +15,7 @@ if platform.system() != "Linux":
 import triton.backends.nvidia.driver as driver
 
 from fast.gemm.choose import codes_beat_torch, takes_codes
-from fast.kernels.triton_scaled_mm.host import is_faster, launches_for, tile_of
+from fast.kernels.triton_scaled_mm.host import MANY, WIDE, int_tile_of, is_faster, launches_for, tile_of
 from fast.launch import launcher as descriptors
 from fast.launch.cuda import MULTIPROCESSORS
 from fast.launch.launcher import DirectDescriptors, Matrix
@@ -70,6 +70,13 @@ def test_which_shapes_it_is_chosen_for(rows, weight, precise, faster):
     keys = [SCHEMES[name].key for name in ("fp8_rowwise", "fp8_tensorwise")]
     chosen = [codes_beat_torch(a, b, weight, rows, True) for a in keys for b in keys]
     assert chosen == [faster, faster, faster, False]
+
+
+def test_whole_waves_of_fast_sums_have_wide_tiles():
+    """Precise ones have no registers for them; integers have a rule of their own."""
+    assert tile_of(6144, 8192, 18432, True) == WIDE
+    assert tile_of(6144, 8192, 18432, False).columns == tile_of(6144, 4096, 4608, True).columns == 128
+    assert int_tile_of(6144, 8192, 18432) == MANY
 
 
 def test_what_it_takes():

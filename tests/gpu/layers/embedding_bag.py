@@ -5,8 +5,8 @@
 
 bits: cases of tests/support/embedding.py, all values compared; rows of a table of more than 2**31 bytes. outside: an id outside
 of the table ends a process of its own with the assertion. sweep: microseconds of DLRMv2's bags by ids in flight and elements of
-a warp (twelve compilations). A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's
-are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
+a warp (nine compilations, 25 seconds), beside copies of as many bytes. A line each, and rows in FOLDER/embedding_bag.csv (else
+$OUT). Times of all tables beside torch's are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,17 +86,55 @@ def graph_time(calls: list[Callable[[], object]]) -> float:
     return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
 
 
+#: Ids in flight, those of what is left of a bag, elements of a warp; the first is what serves today.
+SWEPT = (
+    (2, 2, 1024),
+    (4, 4, 1024),
+    (4, 2, 1024),
+    (8, 2, 1024),
+    (4, 2, 512),
+    (8, 2, 512),
+    (8, 4, 512),
+    (8, 2, 256),
+    (16, 2, 256),
+)
+
+
 def sweep(batch: int, rows: int) -> None:
-    """Microseconds of a batch by ids in flight and elements of a warp."""
-    made = table_speed.bags_of(UNIFORM, batch, rows, "cuda").batches
-    q, usual = stored_table("int8_rowwise", rows, "cuda"), (host.TOGETHER, host.WARP)
-    calls = [
-        lambda i=i, o=o: fast.embedding_bag(q, i, o, dtype="bfloat16", features=len(HOTS)) for i, o in made
-    ]
-    for host.TOGETHER in (1, 2, 4, 8):
-        for host.WARP in (512, 1024, 2048):
-            say("sweep", f"together {host.TOGETHER} warp {host.WARP}", graph_time(calls), "us")
-    host.TOGETHER, host.WARP = usual
+    """Microseconds of a batch by ids in flight and elements of a warp, in turn, and the floors: a copy of as many bytes, of as
+    many sectors, and the same ids in a table of a 27th of the rows, where fewer pages are touched; sums are compared."""
+    q = stored_table("int8_rowwise", rows, "cuda")
+    usual, expected = (host.TOGETHER, host.FEW, host.WARP), None
+    for name, few in (("all rows", rows), ("a 27th of the rows", rows // 27)):
+        made = table_speed.bags_of(UNIFORM, batch, few, "cuda").batches
+        calls = [
+            lambda i=i, o=o: fast.embedding_bag(q, i, o, dtype="bfloat16", features=len(HOTS))
+            for i, o in made
+        ]
+        graphs = {}
+        for one in SWEPT:
+            host.TOGETHER, host.FEW, host.WARP = one
+            graphs[one] = captured(calls)
+            sums = calls[0]().view(torch.int16)
+            expected = sums if one == SWEPT[0] else expected
+            say("bits", f"together {one}", int((sums != expected).sum()), "differ")
+        host.TOGETHER, host.FEW, host.WARP = usual
+        took = {one: [] for one in SWEPT}
+        for _ in range(REPLAYS):
+            for one, (graph, count) in graphs.items():
+                took[one].append(elapsed(graph.replay) / count)
+        for one, times in took.items():
+            say(
+                "sweep",
+                f"{name}: together {one[0]}, few {one[1]}, warp {one[2]}",
+                statistics.median(times),
+                "us",
+            )
+    for word, row in (("bytes", WIDTH + 4), ("sectors of 32", WIDTH + 32), ("pairs of sectors", WIDTH + 64)):
+        size = batch * (sum(HOTS) * (row + 8) + len(HOTS) * WIDTH * 2)
+        source = torch.empty(int(size / 2), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        say("sweep", f"a copy of as many {word}", graph_time([partial(target.copy_, source)] * 4), "us")
 
 
 def main() -> int:
