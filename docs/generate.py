@@ -59,7 +59,7 @@ HEADER = {
 
 #: What people search for, by the page that answers first: main entries of its index, which the search ranks above other words.
 SEARCHED = {
-    "faq": ("why is my model not faster", "model not faster", "slower than bfloat16"),
+    "faq": ("why is my model not faster", "model not faster", "slower than bfloat16", "why is it slow"),
     "choose": ("laptop", "which configuration"),
     "guides/formats": ("custom format", "custom scheme", "own format", "own scheme", "new format"),
     "glossary": ("perplexity", "bits per weight", "bits/param", "group size", "group_size", "per-token"),
@@ -72,11 +72,20 @@ SEARCHED = {
         "reports",
         "benchmarks",
         "history",
+        "history of one number",
         "missed targets",
         "short run",
+        "numbers of short runs",
         "published values",
+        "published values that have a measured one",
     ),
-    "generated/results/calibration": ("NVFP4 calibration", "calibration results", "best calibration method"),
+    "generated/results/calibration": (
+        "NVFP4 calibration",
+        "calibration results",
+        "best calibration method",
+        "what calibration wins",
+        "calibration gain",
+    ),
     "generated/results/linear": (
         "int4 16 tokens H200",
         "int4 speed H200",
@@ -84,6 +93,16 @@ SEARCHED = {
         "linear layer speed",
         "how fast is one layer",
         "int8 fp8 nvfp4 mxfp4 nf4 H100",
+    ),
+    "migration/index": (
+        "migration",
+        "migrate",
+        "AutoAWQ",
+        "AutoGPTQ",
+        "GPTQModel",
+        "optimum-quanto",
+        "unsloth",
+        "ModelOpt",
     ),
     "migration/torchao": ("migration torchao", "migrate from torchao"),
     "migration/llm_compressor": ("migration llm-compressor",),

@@ -1,5 +1,6 @@
 """The documentation site in a browser: nothing from elsewhere, nothing missing, no scrolling sideways."""
 
+import json
 import re
 import subprocess
 import sys
@@ -96,8 +97,18 @@ def test_links_of_the_site_lead_to_files(site):
 #: What a stranger types, and a page that is one of the first two answers.
 ASKED = {
     "why is my model not faster": "faq.html",
+    "why is it slow": "faq.html",
+    "migration": "migration/index.html",
     "migration from bitsandbytes": "migration/bitsandbytes.html",
+    "migration from AutoAWQ": "migration/index.html",
     "migrate from torchao": "migration/torchao.html",
+    "the speed of int4 at 16 tokens on an H200": "generated/results/linear.html",
+    "what calibration wins for NVFP4": "generated/results/calibration.html",
+    "what misses its target": "generated/results/index.html",
+    "how many published values have a measured one": "generated/results/index.html",
+    "which numbers are of short runs": "generated/results/index.html",
+    "the history of one number": "generated/results/index.html",
+    "Recipe": "generated/api/configurations.html",
     "custom format": "guides/formats.html",
     "calibration": "guides/calibrate.html",
     "NVFP4 calibration": "generated/results/calibration.html",
@@ -111,6 +122,74 @@ ASKED = {
     "explain": "generated/api/quantize.html",
 }
 ANSWERS = "#search-results ul.search > li a"
+#: An index as Sphinx writes it: two pages, a function, a class with a method, and what people search for by page.
+INDEX = {
+    "docnames": ["guide", "api", "results"],
+    "filenames": ["guide.md", "api.md", "results.md"],
+    "titles": ["Guide", "API", "Results"],
+    "alltitles": {"Guide": [[0, None]], "API": [[1, None]]},
+    "indexentries": {"speed of int4": [[2, "index-0", True]], "perplexity": [[0, "index-1", True]]},
+    "objects": {
+        "ao_lab": [[1, 0, 1, "", "quantize_"], [1, 1, 1, "", "Recipe"]],
+        "ao_lab.Layer": [[1, 2, 1, "", "recipe"]],
+    },
+    "objnames": {
+        "0": ["py", "function", "function"],
+        "1": ["py", "class", "class"],
+        "2": ["py", "attribute", "attribute"],
+    },
+    "terms": {"int4": [0, 1], "speed": 0, "quantize_": 1, "recipe": 1},
+    "titleterms": {"guid": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    """The first answers to words, and what is suggested, by Sphinx's own scripts, our scorer and INDEX."""
+    basic = Path(pytest.importorskip("sphinx").__file__).parent / "themes" / "basic" / "static"
+    scripts = [
+        (basic / name).read_text() for name in ("doctools.js", "sphinx_highlight.js", "searchtools.js")
+    ]
+    language = (
+        "const stopwords = new Set(['how', 'have', 'at']); class Stemmer { stemWord(word) { return word; } }"
+    )
+    scripts += [
+        language,
+        (ROOT / "docs" / "static" / "scorer.js").read_text(),
+        f"Search.setIndex({json.dumps(INDEX)})",
+    ]
+    options = "const DOCUMENTATION_OPTIONS = {BUILDER: 'html', FILE_SUFFIX: '.html', LINK_SUFFIX: '.html'};"
+    path = tmp_path_factory.mktemp("search") / "search.html"
+    body = "".join(f"<script>{one}</script>" for one in (options, *scripts))
+    path.write_text(f'<html data-content_root="./"><body><div id="search-results"></div>{body}</body></html>')
+    with launched() as browser:
+        page = browser.new_page()
+
+        def ask(words):
+            page.goto(f"{path.as_uri()}?q={quote_plus(words)}")
+            page.wait_for_function("document.querySelector('.search-summary').innerText")
+            found = [one.get_attribute("href").partition("?")[0] for one in page.locator(ANSWERS).all()]
+            line = page.locator(".suggestion")
+            return found, line.inner_text() if line.count() else ""
+
+        yield ask
+
+
+def test_pages_are_ranked_by_what_people_search_for(search):
+    assert search("how speed at int4")[0][:2] == ["results.html", "guide.html"]
+    assert search("Recipe")[0][0] == "api.html#ao_lab.Recipe"
+    assert "results.html" not in search("int4")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        ("quanitze_", "quantize_"), ("qantize", "quantize_"), ("quantizee", "quantize_"), ("quantise", "quantize_"),
+        ("ao_lab.Recpie", "Recipe"), ("perplexty int4", "perplexity"), ("quantize", ""), ("quantum", ""), ("have speed", ""),
+    ],
+)  # fmt: skip
+def test_names_one_edit_away_are_suggested(search, words, suggested):
+    assert search(words)[1] == (f"Did you mean {suggested}?" if suggested else "")
 
 
 @pytest.mark.nightly
