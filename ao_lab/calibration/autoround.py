@@ -127,6 +127,7 @@ class Learned:
         """The weight of a state, in place of the one that it started at."""
         dtype, recipe = self.before.weight.dtype, self.before.weight.recipe
         q, result = self.codes(state), self.before.result
+        self.inputs.judge_on(self.dense.device)
         inputs = self.inputs.rotated(self.rotation) if self.rotation else self.inputs
         error = output_error(self.dense, q, inputs, recipe.activation, self.part.input_scales, self.part.rows)
         method = f"{result.method} + autoround" if result.method != "rounding" else "autoround"

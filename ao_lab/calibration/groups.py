@@ -17,6 +17,7 @@ from torch import nn
 import fast
 from ao_lab.config.base import Config
 from ao_lab.config.recipe import Recipe
+from ao_lab.transforms.walk import Block, block_of
 from reference import Quantized, Scheme
 
 PARTS = ("codes", "scale", "zero")
@@ -127,6 +128,20 @@ def with_packed_codes(q: Quantized) -> Quantized:
     if q.packed or q.scheme.format.bits >= 8:
         return q
     return replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
+
+
+def in_one_block(target: Target, blocks: Iterable[str]) -> bool:
+    """Whether a weight is in one block, and in no other place."""
+    places = {block_of(full, blocks) for full in target.places}
+    return len(places) == 1 and None not in places
+
+
+def path_inside(target: Target, block: Block) -> str | None:
+    """The name in a block of the one layer that has a weight; None where several have it."""
+    if len(target.places) != 1 or list(target.layers) != [target.name]:
+        return None
+    path = target.name.rpartition(".")[0]
+    return path.removeprefix(f"{block.name}.") if block.name else path
 
 
 def names_of(targets: Sequence[Target]) -> list[str]:

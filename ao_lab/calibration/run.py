@@ -40,7 +40,7 @@ from ao_lab.calibration.experts import (
     reached_by_siblings,
     siblings,
 )
-from ao_lab.calibration.groups import Stack, Target, names_of, stacks
+from ao_lab.calibration.groups import Stack, Target, in_one_block, names_of, path_inside, stacks
 from ao_lab.calibration.layers import Calibrated, Part, Placing, Work, quantized_either_way
 from ao_lab.calibration.methods import (
     GPTQ,
@@ -185,7 +185,7 @@ class Job:
                 "nothing"
             )
         blocks = find_blocks(self.model, self.request.blocks)
-        mine = [t for t in self.targets if _in_one_block(t, blocks)]
+        mine = [t for t in self.targets if in_one_block(t, blocks)]
         resident = needs_residence(self.model, self.device)
         check_targets(mine, self.request.methods, self.device)
         self.check_observers(mine)
@@ -366,6 +366,9 @@ class Job:
                     self.put(target, calibrated)
                 else:
                     learned.append(Learned(target, calibrated, parts[target.name], moments.for_judging()))
+            if learned and moments is not None and spent and inputs and self.factorizing:
+                # They wait for the end of learning, and a matrix of the next ones' size is short of memory.
+                moments.judge_on("cpu")
             moments = None
             stack.dense.clear()
         if learned and self.learning is not None:
@@ -450,7 +453,9 @@ class Job:
         self, block: Block, targets: list[Target], inputs: dict[str, SplitMoments], parts: dict[str, Part], method: Method
     ) -> None:  # fmt: skip
         """Scale the pairs of a block."""
-        inside = {t.name: _inside(t, block) for t in targets if useless_reason(inputs.get(t.name)) is None}
+        inside = {
+            t.name: path_inside(t, block) for t in targets if useless_reason(inputs.get(t.name)) is None
+        }
         here = {path: t for t in targets if (path := inside.get(t.name)) is not None}
         smoothing = Smoothing(
             block, here,
@@ -496,12 +501,17 @@ class Job:
     def needs_products(self, tokens: Tokens) -> bool:
         """Whether sums of x x^T are read of tokens that are not held out: by methods, other ranks, or to judge."""
         held = any(bool((one == HELD_OUT).any()) for one in tokens.roles)
-        return not held or self.ranks is not None or any(m.needs_hessian for m in self.request.methods)
+        return not held or self.ranks is not None or self.factorizing
 
     @property
     def reading(self) -> bool:
         """Whether a method reads inputs."""
         return any(method.calibrates for method in self.request.methods)
+
+    @property
+    def factorizing(self) -> bool:
+        """Whether a method reads all products of inputs, as GPTQ does."""
+        return any(method.needs_hessian for method in self.request.methods)
 
     @property
     def learning(self) -> AutoRound | None:
@@ -580,20 +590,6 @@ class Job:
 def takes_methods(target: Target) -> bool:
     """Whether a weight is a matrix, or experts that are quantized one by one."""
     return target.parameter.dim() == 2 or (is_batched(target) and left_reason(target) is None)
-
-
-def _in_one_block(target: Target, blocks: Iterable[str]) -> bool:
-    """Whether a weight is in one block, and in no other place."""
-    places = {block_of(full, blocks) for full in target.places}
-    return len(places) == 1 and None not in places
-
-
-def _inside(target: Target, block: Block) -> str | None:
-    """The name in a block of the one layer that has a weight; None where several have it."""
-    if len(target.places) != 1 or list(target.layers) != [target.name]:
-        return None
-    path = target.name.rpartition(".")[0]
-    return path.removeprefix(f"{block.name}.") if block.name else path
 
 
 def _input_scales(target: Target) -> Scales | None:

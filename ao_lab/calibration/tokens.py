@@ -379,6 +379,11 @@ class SplitMoments(Sums):
         train = replace(self.train, value=None) if self.held_out.count else self.train
         return replace(self, tokens=None, train=train)
 
+    def judge_on(self, device: torch.device | str) -> None:
+        """Move the products by which errors are compared, in place: for all that share them."""
+        if self.judge.value is not None:
+            self.judge.value = self.judge.value.to(device)
+
     @property
     def judge(self) -> Moments:
         """Those by which errors are compared: of held-out tokens where there are any."""

@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ao_lab import SchemeConfig, quantize_
 from ao_lab.calibration import tokens
-from ao_lab.calibration.autoround import ATTENTION, nodes_of, one_order, rotated, straight, without_cudnn
+from ao_lab.calibration.autoround import (
+    ATTENTION,
+    Learning,
+    nodes_of,
+    one_order,
+    rotated,
+    straight,
+    without_cudnn,
+)
 from ao_lab.calibration.checks import LEAST_TOKENS
 from ao_lab.calibration.methods import GPTQ, AutoRound, BiasCorrection, Clip, Rotate
 from ao_lab.calibration.run import Job
@@ -225,6 +233,17 @@ def test_what_is_refused(given):
         AutoRound(**given)
     with pytest.raises(ValueError, match="AutoRound and BiasCorrection do the same"):
         quantize_(nn.Linear(8, 8), INT4, methods=(AutoRound(), BiasCorrection()))
+
+
+@pytest.mark.parametrize(("before", "gone"), [((Clip(), GPTQ()), 1), ((), 0)])
+def test_what_judges_at_the_end_is_on_the_host_while_gptq_needs_the_memory(monkeypatch, before, gone):
+    """Queries, keys and values of an 8B model keep 0.13 GB each while the widest layer needs most."""
+    moved, learn = [], Learning.run
+    monkeypatch.setattr(tokens.SplitMoments, "judge_on", lambda self, device: moved.append(device))
+    monkeypatch.setattr(Learning, "run", lambda self: (moved.append("learned"), learn(self))[1])
+    quantize_(stack(blocks=1), INT3, calibration=inputs(), methods=(*before, AutoRound(steps=6)))
+    assert moved[: gone + 1] == ["cpu"] * gone + ["learned"]
+    assert set(moved[gone + 1 :]) <= {torch.device("cpu")}
 
 
 class Attending(nn.Module):
