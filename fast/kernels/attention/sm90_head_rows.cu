@@ -8,7 +8,7 @@
 // the transform are then arithmetic in registers, in the order of `reference.layers.hadamard`, and a warp waits for its own rows
 // alone. Codes go back the same way.
 //
-// It begins while the launch in front (statistics) runs, whose results only keys and values wait for: a quarter of the queries comes
+// It begins while the launch in front (statistics) runs, whose results only keys and values wait for: LEAD eighths of the queries come
 // first, then keys and values, which the second-level cache still has, between other queries. Nothing older runs, as statistics
 // begin behind all that is in front of them: codes of queries may be written at once.
 
@@ -276,7 +276,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 3) void sm90_head_codes(const _
   const u32 start = u32(__cvta_generic_to_shared(memory)), tile = (start + ROW_BYTES - 1) & ~(ROW_BYTES - 1);
   u32* codes = reinterpret_cast<u32*>(memory + (tile - start) + TILE_BYTES);
   float* numbers = reinterpret_cast<float*>(codes + WIDTH * TOKENS / 4);
-  const int others = 2 * p.pairs * p.blocks, queries = int(gridDim.x) - others, lead = queries / 4, at = int(blockIdx.x) - lead;
+  const int others = 2 * p.pairs * p.blocks, queries = int(gridDim.x) - others, lead = queries * LEAD / 8, at = int(blockIdx.x) - lead;
   const int turns = 2 * min(others, queries - lead);  // programs of both kinds in turn
   const bool other = at >= 0 && (at < turns ? at % 2 == 0 : others > queries - lead);
   if (!other) {

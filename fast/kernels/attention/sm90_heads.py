@@ -34,11 +34,12 @@ NUMBERS = "f9i9q"
 class Variant(NamedTuple):
     """rows: whether a thread of the second launch has a row of queries or keys, instead of sixteen threads.
 
-    early: whether that launch begins while the first one runs.
+    early: whether that launch begins while the first one runs. lead: eighths of the queries that rows begin with.
     """
 
     rows: bool = False
     early: bool = False
+    lead: int = 2
 
     @property
     def cluster(self) -> int:
@@ -65,6 +66,7 @@ class Statistics(NamedTuple):
     """Of what the first launch has besides its source. early: as in `Variant`."""
 
     early: bool = False
+    lead: int = 0
 
     @property
     def cluster(self) -> int:
@@ -91,6 +93,7 @@ def _defines(variant: Variant | Statistics, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
         "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "EARLY": int(variant.early),
+        "LEAD": variant.lead,
     }  # fmt: skip
 
 

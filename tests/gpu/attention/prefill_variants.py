@@ -50,6 +50,9 @@ WHOLE = {
     "codes early": (Variant(units=2, heads=True), sm90_heads.Variant(early=True)),
     "rows": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True)),
     "rows early": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True)),
+    "rows early, keys first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=0)),
+    "rows early, half first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=4)),
+    "rows early, queries first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=8)),
     "rows and attention early": (
         Variant(units=2, heads=True, early=True), sm90_heads.Variant(rows=True, early=True)
     ),
