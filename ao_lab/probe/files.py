@@ -68,7 +68,9 @@ def write_state(path: Path, sites: Sequence[Site], state: State, inputs: str) ->
         }
         if not sample.count:
             continue
-        tensors[f"{i}.keys"] = torch.from_numpy(np.ascontiguousarray(sample.keys))
+        tensors[f"{i}.keys"] = torch.from_numpy(
+            sample.keys.copy()
+        )  # sites share them, tensors of a file may not
         if inputs == "tokens":
             tensors[f"{i}.x"] = sample.x.cpu().contiguous()
             if sample.g is not None:
@@ -125,18 +127,27 @@ def _state(
     sites: Sequence[Site],
     before: Mapping[str, Reservoir],
 ) -> State:
+    shared: dict[bytes, np.ndarray[Any, Any]] = {}
     samples = {
-        site.name: _sample(before[site.name], i, tensors, facts["sites"][site.name])
+        site.name: _sample(before[site.name], i, tensors, facts["sites"][site.name], shared)
         for i, site in enumerate(sites)
     }
     noise = {(one, site): [(a, b) for a, b in values] for one, site, values in facts["noise"]}
     return State(facts["steps"], facts["skipped"], samples, noise, dict(facts["batch"]))
 
 
-def _sample(before: Reservoir, i: int, tensors: dict[str, torch.Tensor], told: dict[str, Any]) -> Reservoir:
+def _sample(
+    before: Reservoir,
+    i: int,
+    tensors: dict[str, torch.Tensor],
+    told: dict[str, Any],
+    shared: dict[bytes, np.ndarray[Any, Any]],
+) -> Reservoir:
+    """The i-th site's. shared: keys of sites before, which sites that kept the same have in common again."""
     sample = Reservoir(before.size, seed=before.seed, stream=before.stream, half_life=before.half_life)
     if told["count"]:
         keys = tensors[f"{i}.keys"].numpy()
+        keys = shared.setdefault(keys.tobytes(), keys)
         if f"{i}.x" in tensors:
             x = tensors[f"{i}.x"]
         else:

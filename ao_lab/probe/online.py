@@ -11,9 +11,9 @@
 In 99 of 100 steps nothing is there: no hook, no copy, and a compiled model runs its program. A step that is due runs eagerly,
 compiled models too (`torch.compiler.set_stance`), so that nothing is compiled anew, with a hook at each site that keeps some
 tokens: their inputs, and the gradients at their outputs. Which ones is drawn in time by their number, not by the batch's, and
-the host waits for the device once, where tokens join the sample. So a probe costs, of a step's time, (one eager step less one
-of the ordinary ones, plus the copies of `tokens` rows a site) / every; `overhead` is what was measured on the host's clock.
-Errors are found from the kept tokens and the weights of the moment when `report` is called.
+once for all sites that see as many; the host waits for the device once, where tokens join the sample. So a probe costs, of a
+step's time, (one eager step less one of the ordinary ones, plus the copies of `tokens` rows a site) / every; `overhead` is what
+was measured on the host's clock. Errors are found from the kept tokens and the weights of the moment when `report` is called.
 
 Under DistributedDataParallel and FSDP2 each process keeps tokens of its own data, and `gather` joins them; weights that are
 sharded are gathered one after the other in `report`, which all processes call then. With `gradients=True` the error of each
@@ -37,7 +37,7 @@ from ao_lab.probe.candidates import candidates_of, gradient_errors, products_of,
 from ao_lab.probe.files import State, read_state, write_state
 from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import ProbeReport, SiteLine, judged
-from ao_lab.probe.reservoir import Chosen, Reservoir, all_finite
+from ao_lab.probe.reservoir import Chosen, Reservoir, Step, all_finite
 from ao_lab.probe.sites import Site, matrix, refuse_unseen, sites_of, watching
 from ao_lab.transforms.plan import Filter
 from reference.arrays.namespace import choice
@@ -80,8 +80,7 @@ class Probe:
         self.every, self.gradients, self.nonfinite, self.seed = every, gradients, nonfinite, seed
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.samples = {
-            site.name: Reservoir(tokens, seed=seed, stream=rank * len(self.sites) + i, half_life=half_life)
-            for i, site in enumerate(self.sites)
+            site.name: Reservoir(tokens, seed=seed, stream=rank, half_life=half_life) for site in self.sites
         }
         self.steps, self.skipped = 0, 0
         self.noise: Noise = {}
@@ -92,6 +91,7 @@ class Probe:
         self._open: ExitStack | None = None
         self._pending: dict[str, list[Chosen]] = {}
         self._noise: Noise = {}
+        self._step = Step()
 
     @contextmanager
     def step(self) -> Iterator[bool]:
@@ -120,7 +120,7 @@ class Probe:
 
     def end(self) -> None:
         """The end of a step: what it kept joins the sample, all or nothing."""
-        pending, noise = self._pending, self._noise
+        pending, noise, step = self._pending, self._noise, self._step
         self._close()
         try:
             if not all_finite(chosen for some in pending.values() for chosen in some):
@@ -137,13 +137,14 @@ class Probe:
             # A forward that is run again for the backward leaves inputs without gradients beside those that have some.
             some = [chosen for chosen in found if chosen.g is not None] or found
             for chosen in some:
-                self.samples[name].add(chosen)
+                self.samples[name].add(chosen, step)
                 self.batch[name] = max(self.batch.get(name, 0), chosen.count)
         for key, values in noise.items():
             self.noise.setdefault(key, []).extend(values)
 
     def _close(self) -> None:
         stack, self._open, self._pending, self._noise = self._open, None, {}, {}
+        self._step = Step()
         if stack is not None:
             stack.close()
 
@@ -151,7 +152,7 @@ class Probe:
         if self._open is None:
             return  # a backward after the step has ended
         with torch.no_grad():
-            chosen = self.samples[site.name].choose(x, g, float(self.steps))
+            chosen = self.samples[site.name].choose(x, g, float(self.steps), self._step)
             self._pending.setdefault(site.name, []).append(chosen)
             if self.gradients and g is not None:
                 self._add_noise(site, matrix(x), matrix(g))

@@ -10,10 +10,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from ao_lab import Probe
+from ao_lab.probe import reservoir
 from ao_lab.probe.reservoir import Reservoir
 from reference import dequantize
 from reference.probe import errors
-from reference.probe.sampling import sampled
+from reference.probe.sampling import sampled, smallest
 from reference.training.linear import operands
 from tests.ao_lab.probe.test_probe import data, network
 from tests.support.distributed.ranks import check_on_ranks
@@ -79,6 +80,25 @@ def test_rows_of_a_layer_along_another_axis():
     assert torch.equal(chosen.g, g.reshape(-1, 3)[places])
     assert (chosen.count, chosen.x.untyped_storage().nbytes()) == (240, 16 * 5 * 4)
     assert torch.equal(Reservoir(4).choose(x[0, 0]).x, x[0, :1])
+
+
+def test_sites_of_a_step_share_what_the_host_draws(monkeypatch):
+    """One draw and one choice of what stays a step, whatever the sites; the same tokens as a reservoir by itself keeps."""
+    draws, choices = [], []
+    monkeypatch.setattr(reservoir, "sampled", lambda *a, **k: draws.append(k["draw"]) or sampled(*a, **k))
+    monkeypatch.setattr(reservoir, "smallest", lambda *a: choices.append(a) or smallest(*a))
+    model = network()
+    probe = Probe(model, ["rowwise"], every=1, tokens=8)
+    train(model, probe, data(3, 64))
+    assert draws == [0, 1, 2]
+    # Of the first step each site looks whether its keys are in order.
+    assert len(choices) == len(probe.sites) + 2
+    alone = Reservoir(8)
+    for batch in data(3, 64):
+        alone.add(alone.choose(batch, batch))
+    for site in probe.sites:
+        assert np.array_equal(probe.samples[site.name].keys, alone.keys)
+    assert torch.equal(probe.samples[probe.sites[0].name].x, alone.x)
 
 
 def test_the_report_has_all_three_products_and_the_noise_of_gradients():
@@ -156,7 +176,9 @@ def test_saved_and_resumed(inputs, tmp_path):
         return
     for line in probe.report().sites:
         found = again.report().site(line.name).candidates["rowwise"]
-        assert found.norm_ratio.value == pytest.approx(line.candidates["rowwise"].norm_ratio.value, rel=0.15)
+        # One output of 128 tokens: by six seeds ratios scatter from 0.79 to 1.24, those of wider layers from 0.96 to 1.02.
+        rel = 0.3 if line.shape[0] == 1 else 0.05
+        assert found.norm_ratio.value == pytest.approx(line.candidates["rowwise"].norm_ratio.value, rel=rel)
         assert found.gradients == {}
     raw = probe.samples["mlp.0"].x.numpy()
     # Single values may be equal by chance, the ends of a copula's quantiles are.
