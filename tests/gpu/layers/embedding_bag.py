@@ -1,12 +1,12 @@
 """On a GPU: embedding bags of stored tables against the reference, and how their kernel's constants change its time.
 
-    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside sweep] [--batch 8192] [--rows 204184588]
+    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside sweep layouts] [--batch 8192] [--rows 204184588]
         [--out FOLDER]
 
 bits: cases of tests/support/embedding.py, all values compared; rows of a table of more than 2**31 bytes. outside: an id outside
 of the table ends a process of its own with the assertion. sweep: microseconds of DLRMv2's bags by ids in flight and elements of
-a warp (nine compilations, 25 seconds), beside copies of as many bytes. A line each, and rows in FOLDER/embedding_bag.csv (else
-$OUT). Times of all tables beside torch's are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
+a warp (nine compilations, 25 seconds), beside copies of as many bytes. layouts: what reading as many rows at random takes by
+where scales lie (8 seconds). A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -32,7 +34,7 @@ from experiments.models.dlrm import HOTS
 from fast.kernels.layers import embedding_bag as host
 from reference import Quantized
 from tests.gpu.harness.lines import on_gpu, run_parts, say
-from tests.gpu.harness.timing import captured, elapsed
+from tests.gpu.harness.timing import captured, elapsed, measured
 from tests.support.embedding import CASES, bags_of, table_of
 
 REPLAYS = 15
@@ -137,12 +139,67 @@ def sweep(batch: int, rows: int) -> None:
         say("sweep", f"a copy of as many {word}", graph_time([partial(target.copy_, source)] * 4), "us")
 
 
+#: Words of 4 bytes of a row of codes, rows that a warp reads at once, and how often ids follow each other in a program.
+WORDS, LANES, TURNS = WIDTH // 4, 8, 4
+NOWHERE, APART, BESIDE = 0, 1, 2
+
+
+@triton.jit
+def rows_kernel(
+    table, scale, ids, out, count, STRIDE: tl.constexpr, WHERE: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr,
+    TOGETHER: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of words of rows of STRIDE words at random: what reading alone takes, with a word of a scale apart or beside."""
+    total = tl.zeros((P, WORDS), tl.int32)
+    begin = tl.program_id(0) * P * TOGETHER * TURNS
+    for turn in range(TURNS):
+        parts = ()
+        for step in tl.static_range(TOGETHER):
+            place = begin + (turn * TOGETHER + step) * P + tl.arange(0, P)[:, None]
+            row = tl.load(ids + place, mask=place < count, other=0)
+            word = tl.load(table + row * STRIDE + tl.arange(0, WORDS)[None, :])
+            if WHERE == 1:
+                word += tl.load(scale + row)
+            if WHERE == 2:
+                word += tl.load(table + row * STRIDE + WORDS)
+            parts = parts + (word,)  # noqa: RUF005 -- Triton unpacks no tuples
+        for step in tl.static_range(TOGETHER):
+            total += parts[step]
+    tl.store(
+        out + (tl.program_id(0) * P + tl.arange(0, P)[:, None]) * WORDS + tl.arange(0, WORDS)[None, :], total
+    )
+
+
+def layouts(batch: int, rows: int) -> None:
+    """Microseconds of reading as many rows at random as a batch has ids, by where a row's scale lies: nowhere, in a table of
+    its own, behind the row's codes (rows of 160 bytes, and of 192, which begin at multiples of 64)."""
+    table = torch.zeros(rows * (WORDS + 1), dtype=torch.int32, device="cuda")
+    count, calls = batch * sum(HOTS), dict[str, list[Callable[[], object]]]()
+    for together in (4, 8):
+        for name, stride, where in (
+            ("128 bytes", WORDS, NOWHERE), ("128 bytes and a scale apart", WORDS, APART),
+            ("160 bytes, the scale beside", 40, BESIDE), ("192 bytes, the scale beside", 48, BESIDE),
+        ):  # fmt: skip
+            programs = -(-count // (LANES * together * TURNS))
+            out = torch.empty((programs * LANES, WORDS), dtype=torch.int32, device="cuda")
+            drawn = [torch.randint(0, len(table) // 48, (count,), device="cuda") for _ in range(2)]
+            scale = table[rows * WORDS :] if where == APART else None
+            if where == APART:
+                drawn = [one % min(rows, len(scale)) for one in drawn]
+            calls[f"{name}, together {together}"] = [
+                partial(rows_kernel[(programs,)], table, scale, ids, out, count, stride, where, WORDS, LANES, together, TURNS,
+                        num_warps=1) for ids in drawn
+            ]  # fmt: skip
+    for name, us in measured(calls)["us"].items():
+        say("layouts", name, us, "us")
+
+
 def main() -> int:
     """The parts that were asked for; 1 where bits differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", default=["bits", "outside", "sweep"])
+    parser.add_argument("--part", nargs="+", default=["bits", "outside", "sweep", "layouts"])
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
@@ -151,6 +208,7 @@ def main() -> int:
         "bits": bits,
         "outside": outside,
         "sweep": lambda: sweep(options.batch, options.rows),
+        "layouts": lambda: layouts(options.batch, options.rows),
     }
     return run_parts(parts, options.part, "embedding_bag.csv", options.out)
 
