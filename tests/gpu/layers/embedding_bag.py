@@ -6,7 +6,8 @@
 bits: cases of tests/support/embedding.py, all values compared; rows of a table of more than 2**31 bytes. outside: an id outside
 of the table ends a process of its own with the assertion. sweep: microseconds of DLRMv2's bags by ids in flight and elements of
 a warp (nine compilations, 25 seconds), beside copies of as many bytes. layouts: what reading as many rows at random takes by
-where scales lie (8 seconds). A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
+where scales lie (8 seconds). A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's
+are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
 """
 
 from __future__ import annotations
