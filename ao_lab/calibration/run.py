@@ -82,6 +82,8 @@ from reference.arrays.namespace import choice
 
 LOG = logging.getLogger(__name__)
 
+#: What `progress` is told first, and with each batch: all data run through the model as it is.
+FIRST_PASS = "inputs of the blocks"
 #: Whose outputs a block sees: those of the quantized blocks before it, or of what these were.
 PREFIXES = ("quantized", "float")
 #: What is said of a layer whose inputs do not fit the tokens of their batches.
@@ -237,7 +239,7 @@ class Job:
 
     def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
         """Block after block."""
-        self.say("inputs of the blocks")
+        self.say(FIRST_PASS)
         capture = self.captured(mine, blocks)
         tokens = Tokens.of(capture, self.ranks)
         check_tokens(tokens)
@@ -276,7 +278,7 @@ class Job:
         """The batches, each of which `progress` is told before it runs."""
         count = f" of {len(batches)}" if isinstance(batches, Sequence) else ""
         for number, batch in enumerate(batches, 1):
-            self.say(f"inputs of the blocks, batch {number}{count}")
+            self.say(f"{FIRST_PASS}, batch {number}{count}")
             yield batch
 
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:

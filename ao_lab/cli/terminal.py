@@ -328,6 +328,9 @@ class Work:
     #: pace, and the first step compiles and reads what later ones find.
     first: tuple[int, float] | None = None
     warm: bool = False
+    #: Where steps come several at a time, each time after a pass that has a word of its own (a calibration's blocks): when the
+    #: last ones came. The pace is then that of the passes after the first.
+    reached: float | None = None
 
     def step(self, word: str = "") -> None:
         """One more step is done."""
@@ -335,10 +338,14 @@ class Work:
 
     def at(self, done: int, word: str = "", total: int | None = None) -> None:
         """So many steps are done; a word stays until another comes."""
+        now, passes = time.monotonic(), done == self.done and word not in ("", self.word)
+        self.reached = now if self.reached is not None and done > self.done else self.reached
         self.done, self.word, self.total = done, word or self.word, total or self.total
         if self.total and (self.first is None or (not self.warm and done > self.first[0])):
             self.warm = self.first is not None
-            self.first = (done, time.monotonic())
+            self.first = (done, now)
+        elif self.warm and passes and self.reached is None:
+            self.first, self.reached = (done, now), now
 
     def line(self, began: float) -> str:
         """As a line says it; began: when the command did, so that one clock runs through all of its works."""
@@ -351,7 +358,9 @@ class Work:
         """About how long the rest takes, at the pace since the first count; "" where there is none to judge by."""
         if self.total is None or self.first is None or not self.first[0] < self.done < self.total:
             return ""
-        left = (now - self.first[1]) * (self.total - self.done) / (self.done - self.first[0])
+        until = now if self.reached is None else self.reached
+        pace = (until - self.first[1]) / (self.done - self.first[0])
+        left = max(pace * (self.total - self.done) - (now - until), 0.0)
         return f"about {left:.0f} s left" if left < IN_MINUTES else f"about {left / 60:.0f} min left"
 
 

@@ -2,9 +2,10 @@
 `ao-lab reproduce ptq --model DIR` at those of Llama-3.2-1B.
 
 Weights and tokens are random: they say nothing of accuracy, and times do not depend on them. A method first quantizes a model
-of the first few blocks, which gives the time of a block and an estimate of all of them: what is before the second block, and
-the others as long as the blocks after the first. Then it quantizes a model of all blocks, where the seconds that are left
-suffice for the estimate. A whole time stands in place of its estimate. On a CPU, and at quick scale, shapes are tiny.
+of the first few blocks, which gives the time of a block and an estimate of all of them: what is before the second block, the
+others as long as the blocks after the first, and what the first pass of all data takes for each block more. Then it quantizes a
+model of all blocks, where the seconds that are left suffice for the estimate. A whole time stands in place of its estimate. On a
+CPU, and at quick scale, shapes are tiny.
 
 Loading is not counted. Memory is what was allocated at most beyond the dense model; of blocks that are read from files one at
 a time ("from files") it is all that was allocated. `ptq` has a byte-level tokenizer here and the texts of any run.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from ao_lab.calibration.methods import AWQ, GPTQ, HQQ, AutoRound, Clip, Method
+from ao_lab.calibration.run import FIRST_PASS
 from ao_lab.checkpoint.streaming import quantize_pretrained
 from ao_lab.config.base import SchemeConfig
 from ao_lab.measure.memory import Peak, synchronize
@@ -147,6 +149,8 @@ class Stopwatch:
     device: torch.device
     begin: float = field(default_factory=time.perf_counter)
     ends: dict[str, float] = field(default_factory=dict)
+    #: When each batch of the first pass began, which goes through all blocks as they are.
+    batches: list[float] = field(default_factory=list)
 
     def now(self) -> float:
         """Since the call, the device's work done."""
@@ -154,7 +158,9 @@ class Stopwatch:
         return time.perf_counter() - self.begin
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Of a weight that was placed."""
+        """Of a batch of the first pass that begins, or of a weight that was placed."""
+        if name.startswith(f"{FIRST_PASS}, batch"):
+            self.batches.append(self.now())
         parts = name.split(".")
         if "layers" in parts:
             self.ends[parts[parts.index("layers") + 1]] = self.now()
@@ -165,9 +171,17 @@ class Stopwatch:
         ends = sorted(self.ends.values())
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
+    @property
+    def first_pass(self) -> float:
+        """All batches, by those between the first, which compiles, and the last; 0 where there are none between."""
+        count = len(self.batches)
+        return (self.batches[-1] - self.batches[1]) / (count - 2) * count if count > 2 else 0.0
+
     def of_layers(self, count: int) -> float:
-        """A model of so many: all that is before the second block, and the others as long as the blocks after the first."""
-        return min(self.ends.values()) + (count - 1) * self.block
+        """A model of so many: all that is before the second block, the others as long as the blocks after the first, and the
+        first pass through those that this model lacks."""
+        here = len(self.ends)
+        return min(self.ends.values()) + (count - 1) * self.block + (count - here) * self.first_pass / here
 
 
 def quantized(model: Any, arm: Arm, shapes: Shapes, device: str) -> tuple[Values, Any]:

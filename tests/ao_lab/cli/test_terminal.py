@@ -174,6 +174,23 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step
     assert inner.line(outer.started) == "blocks 9 of 30, gptq, 180 s, about 4 min left"
 
 
+def test_an_estimate_of_blocks_counts_the_passes_before_their_weights(monkeypatch):
+    """Seven weights come at once after 12 seconds of data; the first block, which compiles, takes 30."""
+    clock = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+    work = terminal.Work("quantize", started=0.0)
+    for block, seconds in enumerate((30.0, 12.0, 12.0)):
+        work.at(7 * block, f"layers.{block}: statistics of its inputs", 70)
+        if block == 2:
+            clock[0] += 5.0
+            assert work.line(0.0).endswith("47 s, about 91 s left")
+            clock[0] -= 5.0
+        clock[0] += seconds
+        for weight in range(7):
+            work.at(7 * block + weight + 1, f"layers.{block}.{weight}", 70)
+    assert work.line(0.0) == "quantize 21 of 70, layers.2.6, 54 s, about 84 s left"
+
+
 def write_and_fail(folder, error):
     """A command that has written its result when it fails."""
     with terminal.whole_or_nothing(folder):

@@ -61,6 +61,17 @@ def test_a_model_is_made_and_quantized(files):
 def test_an_estimate_is_the_first_block_and_the_others_like_those_after_it():
     watch = Stopwatch(torch.device("cpu"), ends={"0": 5.0, "1": 7.0, "2": 10.0})
     assert (watch.block, watch.of_layers(32)) == (2.5, 5.0 + 31 * 2.5)
+    # Four batches, the last three of which take 0.5 s in a model of three blocks.
+    watch.batches = [1.0, 3.0, 3.5, 4.0]
+    assert watch.of_layers(32) == 5.0 + 31 * 2.5 + 29 * 2.0 / 3
+
+
+def test_a_calibration_tells_of_each_batch_of_its_first_pass(monkeypatch):
+    told = []
+    monkeypatch.setattr(Stopwatch, "now", lambda self: told.append(len(self.batches)) or float(len(told)))
+    model = shapes.random_model(SMALL, 2, "cpu")
+    shapes.quantized(model, replace(ARMS["gptq"], scheme="int4_g32", first=2), SMALL, "cpu")
+    assert told[:4] == [0, 1, 2, 3]
 
 
 def test_a_method_that_fails_is_a_row_and_the_others_go_on(few, monkeypatch):
