@@ -4,8 +4,8 @@
 Weights and tokens are random: they say nothing of accuracy, and times do not depend on them. A method first quantizes a model
 of the first few blocks, which gives the time of a block and an estimate of all of them: what is before the second block, the
 others as long as the blocks after the first, and what the first pass of all data takes for each block more. Then it quantizes a
-model of all blocks, where the seconds that are left suffice for the estimate. A whole time stands in place of its estimate. On a
-CPU, and at quick scale, shapes are tiny.
+model of all blocks, where the seconds that are left suffice for the estimate. A whole time stands in place of its estimate. On
+a CPU, and at quick scale, shapes are tiny.
 
 Loading is not counted. Memory is what was allocated at most beyond the dense model; of blocks that are read from files one at
 a time ("from files") it is all that was allocated. `ptq` has a byte-level tokenizer here and the texts of any run.
