@@ -281,11 +281,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 3) void sm90_head_codes(const _
   const bool other = at >= 0 && (at < turns ? at % 2 == 0 : others > queries - lead);
   if (!other) {
     const int one = at < 0 ? int(blockIdx.x) : at < turns ? lead + at / 2 : int(blockIdx.x) - others;
-    return code_queries(p, one / p.query_blocks, one % p.query_blocks, tile);
+    const Part part = part_of(one, p.query_heads, p.query_blocks, IN_TURN);
+    return code_queries(p, part.pair, part.block, tile);
   }
-  const int one = at < turns ? at / 2 : at - turns / 2, unit = one / 2, pair = unit / p.blocks, block = unit % p.blocks;
+  const int one = at < turns ? at / 2 : at - turns / 2;
+  const Part part = part_of(one / 2, p.heads, p.blocks, IN_TURN);
   if (one % 2 == 0)
-    code_keys(p, pair, block, tile, numbers);
+    code_keys(p, part.pair, part.block, tile, numbers);
   else
-    code_values(p, pair, block, tile, codes, numbers);
+    code_values(p, part.pair, part.block, tile, codes, numbers);
 }

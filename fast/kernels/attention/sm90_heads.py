@@ -35,11 +35,13 @@ class Variant(NamedTuple):
     """rows: whether a thread of the second launch has a row of queries or keys, instead of sixteen threads.
 
     early: whether that launch begins while the first one runs. lead: eighths of the queries that rows begin with.
+    in_turn: whether programs that follow each other have the heads of the same tokens, instead of tokens of the same head.
     """
 
     rows: bool = False
     early: bool = False
     lead: int = 2
+    in_turn: bool = False
 
     @property
     def cluster(self) -> int:
@@ -67,6 +69,7 @@ class Statistics(NamedTuple):
 
     early: bool = False
     lead: int = 0
+    in_turn: bool = False
 
     @property
     def cluster(self) -> int:
@@ -93,7 +96,7 @@ def _defines(variant: Variant | Statistics, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
         "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "EARLY": int(variant.early),
-        "LEAD": variant.lead,
+        "LEAD": variant.lead, "IN_TURN": int(variant.in_turn),
     }  # fmt: skip
 
 

@@ -58,13 +58,13 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 #: Forms of the kernels in CUDA C++ whose bits are compared.
 FORMS = {
     "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
-    "sm90, rows": sm90.Variant(units=2, heads=True), "sm90, early": sm90.Variant(units=2, heads=True, early=True),
+    "sm90, in turn": sm90.Variant(units=2, heads=True), "sm90, early": sm90.Variant(units=2, heads=True, early=True),
     "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 #: What makes codes in those of them that are not made as served.
 CODES = {
-    "sm90, heads": sm90_heads.Variant(), "sm90, rows": sm90_heads.Variant(rows=True),
-    "sm90, early": sm90_heads.Variant(rows=True, early=True),
+    "sm90, heads": sm90_heads.Variant(), "sm90, in turn": sm90_heads.Variant(in_turn=True),
+    "sm90, early": sm90_heads.Variant(rows=True, early=True, in_turn=True),
 }  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
 STAGES = (4, 2, 3, 5)

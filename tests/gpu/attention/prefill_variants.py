@@ -47,14 +47,19 @@ VARIANTS = {
 WHOLE = {
     "two units": (Variant(units=2), sm90_heads.Variant()),
     "codes in CUDA C++": (Variant(units=2, heads=True), sm90_heads.Variant()),
-    "codes early": (Variant(units=2, heads=True), sm90_heads.Variant(early=True)),
-    "rows": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True)),
+    "heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(in_turn=True)),
+    "early, heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(early=True, in_turn=True)),
     "rows early": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True)),
-    "rows early, keys first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=0)),
-    "rows early, half first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=4)),
-    "rows early, queries first": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=8)),
-    "rows and attention early": (
-        Variant(units=2, heads=True, early=True), sm90_heads.Variant(rows=True, early=True)
+    "rows, heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, in_turn=True)),
+    "rows early, in turn": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, in_turn=True)),
+    "rows early, in turn, half": (
+        Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=4, in_turn=True)
+    ),
+    "all early, in turn": (
+        Variant(units=2, heads=True, early=True), sm90_heads.Variant(rows=True, early=True, in_turn=True)
+    ),
+    "all early, lanes in turn": (
+        Variant(units=2, heads=True, early=True), sm90_heads.Variant(early=True, in_turn=True)
     ),
 }  # fmt: skip
 LOADS = (

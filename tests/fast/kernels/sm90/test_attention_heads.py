@@ -21,8 +21,8 @@ from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled
 from tests.fast.kernels.sm90.products import require_nvrtc
 
-ROWS = Variant(rows=True, early=True)
-FORMS = (ROWS, Variant())
+ROWS = Variant(rows=True, early=True, in_turn=True)
+FORMS = (ROWS, Variant(in_turn=True))
 #: Recipe, sequences, heads, tokens, dtype.
 CASES = {
     "a tile": ("int8_block", 1, 1, 60, torch.bfloat16),
