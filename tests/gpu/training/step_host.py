@@ -1,13 +1,15 @@
 """On a GPU: where the host's time of a compiled training step goes, of DLRMv2's dense part launched one by one.
 
-    PYTHONPATH=. python tests/gpu/training/step_host.py [--methods rowwise] [--part step products] [--steps 30] [--out FOLDER]
+    PYTHONPATH=. python tests/gpu/training/step_host.py [--part step products kept] [--methods rowwise] [--steps 30]
+        [--out FOLDER]
 
 step: milliseconds until the host has launched a step, and until the GPU is done; launches of Triton's and CUDA kernels by
 `fast.launch`, those past Triton and those again through it, calls without a prepared launch, graph breaks and recompilations, a
 step each; then functions of Python and C by their own time, backward on the calling thread, so that the profiler sees it.
 products: microseconds of the host for the matmuls and casts of a layer, one call at a time with the GPU idle: torch's with a
 scale for a row and for a tensor, in bfloat16, and cuBLASLt called with an algorithm that is kept, whose bits are compared with
-torch's. A line each, and rows in FOLDER/step_host.csv (else $OUT). About 35 seconds, 15 of them compilation.
+torch's. kept: the step again with that matmul for torch's. A line each, and rows in FOLDER/step_host.csv (else $OUT). About 35
+seconds, 15 of them compilation, and 20 for the last part.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import ao_lab
 import fast
+from ao_lab.training import products as products_of_training
 from experiments.loka.dense_speed import WORKLOADS, both, changed
 from fast import dispatch
 from fast.kernels import cublaslt
@@ -74,9 +79,11 @@ def counted(counts: Counter[str]) -> Iterator[None]:
             patch.stop()
 
 
-def step(method: str, steps: int) -> None:
+def step(method: str, steps: int, word: str = "") -> None:
     """Times, counts and the profile of a method's compiled step."""
-    workload = WORKLOADS["DLRMv2-DCN"]
+    workload, told = WORKLOADS["DLRMv2-DCN"], f"{word}{method}"
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model, inputs = workload.make("cuda"), workload.inputs(workload.batch, "cuda")
     inputs[-1].requires_grad_()
@@ -93,17 +100,17 @@ def step(method: str, steps: int) -> None:
         launched.append(time.perf_counter() - started)
         torch.cuda.synchronize()
         done.append(time.perf_counter() - started)
-    say("step", f"{method}, the host", 1e3 * statistics.median(launched), "ms")
-    say("step", f"{method}, the GPU done", 1e3 * statistics.median(done), "ms")
+    say("step", f"{told}, the host", 1e3 * statistics.median(launched), "ms")
+    say("step", f"{told}, the GPU done", 1e3 * statistics.median(done), "ms")
     counts = Counter[str]()
     with counted(counts):
         for _ in range(5):
             run()
     for name, count in counts.items():
-        say("step", f"{method}, {name}", count / 5, "a step")
+        say("step", f"{told}, {name}", count / 5, "a step")
     for name, count in torch._dynamo.utils.counters["graph_break"].items():
-        say("step", f"{method}, graph break: {name[:60]}", count, "times")
-    say("step", f"{method}, programs", torch._dynamo.utils.counters["stats"]["unique_graphs"], "graphs")
+        say("step", f"{told}, graph break: {name[:60]}", count, "times")
+    say("step", f"{told}, programs", torch._dynamo.utils.counters["stats"]["unique_graphs"], "graphs")
     profiled(run, steps)
 
 
@@ -142,14 +149,14 @@ OUTER_VECTOR, E4M3 = 3, 28
 class Kept:
     """torch's `_scaled_mm` of e4m3 codes by rows, with the descriptors and the algorithm of the first call kept."""
 
-    def __init__(self, x: Any, w: Any) -> None:
+    def __init__(self, x: Any, w: Any, fast_sums: bool = True) -> None:
         (m, k), n = x.shape, w.shape[0]
         # To the library, whose matrices lie by columns, y (M, N) is N x M: w transposed, times x.
         attributes = {TRANSA: 1, FAST_SUMS: 1, MODE_A: OUTER_VECTOR, MODE_B: OUTER_VECTOR}
         self.product = cublaslt.descriptor(
             {at: ctypes.c_int32(value) for at, value in attributes.items() if at != FAST_SUMS}
         )
-        flag = ctypes.c_int8(1)
+        flag = ctypes.c_int8(fast_sums)
         cublaslt.check(
             cublaslt.library().cublasLtMatmulDescSetAttribute(self.product, FAST_SUMS, ctypes.byref(flag), 1),
             "fast sums",
@@ -175,6 +182,46 @@ class Kept:
         )  # fmt: skip
         cublaslt.check(status, "a matmul")
         return y
+
+
+PLANS: dict[tuple[int, int, int, bool], Kept] = {}
+
+
+def kept_product(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fast_sums: bool
+) -> torch.Tensor:
+    """Codes x (M, K) by w (N, K) with a scale a row of each, in bfloat16; the plan of a shape is kept."""
+    pair = (
+        SimpleNamespace(codes=x, scale=x_scale, shape=x.shape),
+        SimpleNamespace(codes=w, scale=w_scale, shape=w.shape),
+    )
+    key = *x.shape, len(w), fast_sums
+    if key not in PLANS:
+        PLANS[key] = Kept(*pair, fast_sums)
+    return PLANS[key](*pair)
+
+
+def kept_step(steps: int) -> None:
+    """`step` of rowwise with that product in place of torch's: what a kept algorithm would save."""
+    library = torch.library.Library("step_host", "DEF")
+    library.define("kept(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, bool fast_sums) -> Tensor")
+    library.impl("kept", kept_product, "CUDA")
+    torch.library.register_fake(
+        "step_host::kept",
+        lambda x, a, w, b, fast_sums: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.bfloat16),
+        lib=library,
+    )
+
+    def run(a: Any, b: Any, record: Any, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.step_host.kept(
+            a.codes, a.scale, b.codes, b.scale, record.accumulation == "fast"
+        )
+        return y if bias is None else y + bias
+
+    usual = products_of_training.PRODUCTS["scaled_mm"]
+    other = replace(usual, run=run)
+    with mock.patch.dict(products_of_training.PRODUCTS, {"scaled_mm": other}):
+        step("rowwise", steps, "algorithms kept, ")
 
 
 def by_torch(x: Any, w: Any) -> torch.Tensor:
@@ -239,6 +286,7 @@ def main() -> int:
     parts: dict[str, Callable[[], object]] = {
         "step": lambda: [step(method, options.steps) for method in options.methods],
         "products": products,
+        "kept": lambda: kept_step(options.steps),
     }
     return run_parts(parts, options.part, "step_host.csv", options.out)
 
