@@ -92,6 +92,7 @@ class Machine:
     ) -> None:  # fmt: skip
         self.memory, self.threads, self.shared, self.early = memory, threads, shared, early
         self.random, self.programs = random.Random(seed), 0
+        self.front: Callable[[], None] | None = None
         names = parameters_of(ptx)
         addresses = [memory.give(data) for data in arguments]
         self.maps = {addresses[argument] + offset: one for (argument, offset), one in maps.items()}
@@ -137,6 +138,13 @@ class Machine:
         self.programs = programs
         with np.errstate(over="ignore", invalid="ignore"):
             self._run(programs, cluster, at_once)
+        self.wait_for_front()
+
+    def wait_for_front(self) -> None:
+        """Do the launch in front, if that is still to be done."""
+        front, self.front = self.front, None
+        if front is not None:
+            front()
 
     def _run(self, programs: int, cluster: int, at_once: int) -> None:
         for first in range(0, programs, cluster * at_once):

@@ -38,14 +38,17 @@ class Handle(NamedTuple):
 class StandIn:
     """Its memory is that of the tensors that it was given, and of outputs.
 
-    early: when copies arrive; see `machine`. at_once: clusters that it runs at once, so that persistent programs have several
-    tiles. change: what is done with the kernel's source, to plant faults.
+    early: when copies arrive; see `machine`. late: a launch is done when the next one waits for it, where that may begin before
+    it has ended, so that what is read without waiting is poison. at_once: clusters that it runs at once, so that persistent
+    programs have several tiles. change: what is done with the kernel's source, to plant faults.
     """
 
     def __init__(
-        self, *, early: bool = False, seed: int = 0, at_once: int = 1, change: Callable[[str], str] = unchanged
+        self, *, early: bool = False, seed: int = 0, at_once: int = 1, change: Callable[[str], str] = unchanged,
+        late: bool = False,
     ) -> None:  # fmt: skip
         self.memory, self.early, self.seed, self.at_once, self.change = Memory(), early, seed, at_once, change
+        self.late, self.front = late, list[Callable[[], None]]()
         self.outputs: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +70,7 @@ class StandIn:
                 self.add(one)
         with self.installed():
             made = function()
+            self._done()
         for whole in self.outputs:
             if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
                 raise ValueError("the kernel wrote outside of its output")
@@ -124,8 +128,20 @@ class StandIn:
             function.ptx, self.memory, given, found, threads=config.block[0], shared=config.shared, early=self.early,
             seed=self.seed,
         )  # fmt: skip
-        machine.run(config.grid[0], function.cluster, self.at_once)
+        if (
+            config.count and self.front
+        ):  # of attributes there is one: it may begin before the launch in front has ended
+            machine.front = self.front.pop()
+        self._done()
+        self.front.append(lambda: machine.run(config.grid[0], function.cluster, self.at_once))
+        if not self.late:
+            self._done()
         return 0
+
+    def _done(self) -> None:
+        """Do the launch in front."""
+        while self.front:
+            self.front.pop()()
 
 
 def compiled(

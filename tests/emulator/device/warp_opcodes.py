@@ -30,6 +30,8 @@ PAIRS: dict[str, Callable[..., Any]] = {
 def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step | None:
     """The function of an instruction, or None where it is not known. meet: `shared_opcodes.meet`."""
     parts = opcode.split(".")
+    if opcode == "griddepcontrol.wait":
+        return lambda th: th.cta.cluster.machine.wait_for_front()
     if parts[0] in ("griddepcontrol", "prefetch") or ".prefetch." in opcode:
         return lambda th: None
     if opcode.startswith("cp.async."):

@@ -57,7 +57,7 @@ def made_of(name, change=unchanged, early=True, seed=1, form=ROWS):
     k, v = states(name)
     recipe = attention_recipe_of(CASES[name][0])
     with mock.patch.object(sm90_heads, "SERVED", form):
-        return StandIn(early=early, seed=seed, change=change).made(
+        return StandIn(early=early, seed=seed, change=change, late=True).made(
             lambda: sm90_heads.quantized(k, v, recipe), k, v
         )
 
@@ -136,6 +136,7 @@ FAULTS = {
     "values have another scale's codes": ("const float by = memory[lane * EACH + j];", "const float by = memory[lane * EACH];"),
     "the mean is taken twice": ("__fmaf_rn(-there, mean[i], x[i])", "__fmaf_rn(-2.0f * there, mean[i], x[i])"),
     "rows are read before they are there": ('asm volatile("cp.async.wait_group 0;" ::: "memory");', ""),
+    "keys do not wait for statistics": ("  wait_for_statistics();\n  if (CENTER)", "  if (CENTER)"),
     "differences the other way round": ("__fsub_rn(left, right)", "__fsub_rn(right, left)"),
     "another channel is negated": ("0xD7E8", "0xD7E9"),
     "codes leave from another place than they went to": ("place_of(tile, row, lane % 8)", "place_of(tile, row, lane % 8 ^ 1)"),
