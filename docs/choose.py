@@ -327,10 +327,13 @@ def changed(experiment: str, table: str, setting: str, method: str) -> str:
 
 def undivided(table: str, setting: str, method: str) -> bool:
     """Whether rows say that a scheme's groups do not divide the layers of a table's model."""
-    model = table.rpartition("/")[0] + "/model"
-    return any(
-        (key[0], key[1], key[2]) == (model, setting, method) and UNDIVIDED in key[3] for key in indexed("ptq")
-    )
+    return (table.rpartition("/")[0] + "/model", setting, method) in with_undivided("ptq")
+
+
+@lru_cache
+def with_undivided(experiment: str) -> set[tuple[str, ...]]:
+    """Table, setting and method of the rows that say so."""
+    return {key[:3] for key in indexed(experiment) if UNDIVIDED in key[3]}
 
 
 def table_of(model: str, scale: str) -> str:

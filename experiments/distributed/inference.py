@@ -235,7 +235,7 @@ CASES = (
         )
     ),
     *(
-        Case(f"tensor parallel, {name}", partial(tensor_parallel, name=name), SLICES, day=name == "int4 weights")
+        Case(f"tensor parallel, {name}", partial(tensor_parallel, name=name), SLICES)
         for name in configurations()
     ),
 )  # fmt: skip

@@ -378,7 +378,7 @@ def gathered_cases() -> list[Case]:
             found.append(Case(name, partial(refuse_codes, recipe=recipe), REFUSED))
         else:
             work = partial(train_shared, recipe=recipe, codes=True)
-            found.append(Case(name, work, BITS, day=recipe == "rowwise"))
+            found.append(Case(name, work, BITS))
     for recipe in ("tensorwise", "rowwise"):
         name = f"FSDP2, {recipe}, codes gathered"
         stored = partial(train_shared, recipe=recipe, codes=True, states="AdamW8bit")

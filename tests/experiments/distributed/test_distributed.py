@@ -18,7 +18,7 @@ from experiments.runs.run import settings_for
 from tests.support.distributed import planted_cases
 
 DAY = [case.name for case in run.CASES if case.day]
-#: Each kind of case once, by night all.
+#: By night the others, those of FSDP2 and of tensor parallelism too, which tests of the library run on ranks by day.
 NIGHT = [case.name for case in run.CASES if not case.day]
 
 

@@ -22,7 +22,7 @@ from experiments.runs import run as harness_run
 from experiments.runs.run import settings_for, text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
-from tests.support.record_samples import NAMES, STRUCTURES
+from tests.support.record_samples import FIELDS, NAMES
 
 # The commit of a clone, what has changed since another, and what is said where nothing is known.
 
@@ -153,10 +153,10 @@ def test_a_copy_without_history_is_told_its_commit(tmp_path, monkeypatch):
     revision.commit.cache_clear()
 
 
-# Every structure of record by day, every record by night.
+# Every value of every field by day, every record by night.
 RECORDS = pytest.mark.parametrize(
     "schemes",
-    [pytest.param(STRUCTURES, id="structures"), pytest.param(NAMES, id="all", marks=pytest.mark.nightly)],
+    [pytest.param(FIELDS, id="fields"), pytest.param(NAMES, id="all", marks=pytest.mark.nightly)],
 )
 
 

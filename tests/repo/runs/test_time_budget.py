@@ -46,6 +46,16 @@ def test_a_slower_machine_may_take_longer():
     assert finished(wall=1090, limit=720, factor=1.5)[0] == pytest.ExitCode.TESTS_FAILED
 
 
+def test_a_slower_machine_is_told_of_beside_the_time():
+    lines = []
+    terminal = SimpleNamespace(write_line=lines.append, section=lambda title: None)
+    for factor in (1.0, 1.5):
+        Watch(1000, factor, whole=True).pytest_terminal_summary(terminal)
+    usual, slow = (line for line in lines if line.startswith("wall time"))
+    assert usual == "wall time of the run: 0 s"
+    assert slow == f"{usual}; this machine takes 1.50 times as long as one of CI, which the budgets are of"
+
+
 def test_the_loop_does_the_same_work_each_time():
     assert time_budget.calibration_loop(rounds=2) == time_budget.calibration_loop(rounds=2)
 
@@ -115,7 +125,8 @@ def test_cases_by_day_are_tests():
     for key, count in time_budget.cases_by_day().items():
         path, _, name = key.partition("::")
         assert count >= 0
-        assert f"def {name}(" in (TESTS / path).read_text(), key
+        function = name.rpartition("::")[2]  # of a class or not
+        assert f"def {function}(" in (TESTS / path).read_text(), key
 
 
 def test_cases_are_taken_evenly():

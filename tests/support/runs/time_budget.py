@@ -114,7 +114,7 @@ class Watch:
             budget = tomllib.loads(BUDGET.read_text())["core_seconds"]
             terminalreporter.write_line("\n".join(table(self.seconds, budget)))
             terminalreporter.write_line("\n".join(slowest(self.seconds)))
-            terminalreporter.write_line(f"wall time of the run: {self.wall:.0f} s")
+            terminalreporter.write_line(f"wall time of the run: {self.wall:.0f} s{told(self.factor)}")
         if message := too_long(self.wall, self.limit, self.factor):
             terminalreporter.write_line(message, red=True, bold=True)
 
@@ -154,6 +154,13 @@ def too_long(wall: float, limit: float | None, factor: float) -> str | None:
         f"the run took {wall:.0f} s and may take {limit * factor:.0f} s (--time-limit {limit:g}, times {factor:.2f} for this "
         "machine): see `time by folder` for what stands above its budget"
     )
+
+
+def told(factor: float) -> str:
+    """A machine that is slower than those of the budgets, beside a run's time; nothing of others, or where nobody measured."""
+    if factor <= 1:
+        return ""
+    return f"; this machine takes {factor:.2f} times as long as one of CI, which the budgets are of"
 
 
 def slowness(measured: float) -> float:
