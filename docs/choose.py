@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import ao_lab  # noqa: E402
-from ao_lab.measure.intervals import half_interval, rounded  # noqa: E402
+from ao_lab.intervals import half_interval, rounded  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
 from experiments.linear.current import outdated  # noqa: E402

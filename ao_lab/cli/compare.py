@@ -144,7 +144,8 @@ def run(
 ) -> None:
     """Compare, and show the table."""
     from ao_lab.install.extras import check_extra
-    from ao_lab.measure.compare import PICTURE, TABLE, USUAL, compare
+    from ao_lab.measure.compare import PICTURE, TABLE, compare
+    from ao_lab.measure.configurations import USUAL
 
     check_device(device)
     if out is not None:
@@ -178,7 +179,7 @@ def split(given: str) -> list[str]:
 def configuration(text: str) -> Any:
     """What a name with options stands for, or a folder; WrongInput with the nearest names, and how options are written."""
     from ao_lab.cli.quantize import config_of
-    from ao_lab.measure.compare import configuration as of_name
+    from ao_lab.measure.configurations import configuration as of_name
 
     if (Path(text) / "config.json").is_file():
         return Path(text)

@@ -24,7 +24,8 @@ from torch import nn
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
-from ao_lab.measure.compare import USUAL, Given, configurations, describe, reason, refused
+from ao_lab.measure.compare import describe, reason, refused
+from ao_lab.measure.configurations import USUAL, Given, configurations
 from ao_lab.measure.evaluate import fingerprint, in_memory, name_of
 from ao_lab.measure.folders import (
     PROMPT,

@@ -8,9 +8,8 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,8 +22,6 @@ from torch import nn
 from ao_lab.calibration.methods import ordered
 from ao_lab.checkpoint.io.files import write_text
 from ao_lab.checkpoint.size import model_size
-from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
-from ao_lab.config.recipe import named
 from ao_lab.eval import (
     NAMED,
     Harness,
@@ -39,6 +36,16 @@ from ao_lab.eval import (
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.comparison import TOLERANCE, Compared, Comparison
+from ao_lab.measure.configurations import (
+    BASE,
+    USUAL,
+    Given,
+    check_calibration,
+    configurations,
+    made_from,
+    observes,
+    reasons_of,
+)
 from ao_lab.measure.evaluate import (
     conditions_of,
     digest_of,
@@ -66,20 +73,9 @@ from ao_lab.measure.times import FAILED, OK, differing, speedup_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
-from ao_lab.transforms.plan import PYTHON_ADVICE
-from reference import SCHEMES, Scheme
-from reference.arrays.namespace import lookup
 
 #: Called with what is under way, and how many configurations are done of how many.
 Progress = Callable[[str, int, int], None]
-Given = str | Path | Scheme | Config | FqnToConfig
-#: Configurations that are compared where none is named.
-USUAL = (
-    "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8DynamicActivationFloat8WeightConfig",
-    "MXWeightOnlyConfig", "NVFP4WeightOnlyConfig", "NF4WeightOnlyConfig", "Int4WeightOnlyConfig",
-)  # fmt: skip
-#: The name of the unquantized model among rows.
-BASE = "unquantized"
 #: Files of a comparison's folder.
 FILE, TABLE, PICTURE, DARK = "comparison.json", "comparison.md", "comparison.svg", "comparison-dark.svg"
 #: Bytes of the unquantized model's logits that are kept; beyond, it predicts again for each configuration.
@@ -171,61 +167,6 @@ def compare(
         return work.run(wanted, store, progress)
 
 
-def configurations(configs: Sequence[Given] | Mapping[str, Given]) -> dict[str, Any]:
-    """What is measured, by the names of the rows; ValueError for unknown names, with the nearest, and for two of a name."""
-    if isinstance(configs, (str, Path, Config, FqnToConfig)):
-        configs = [configs]
-    pairs = (
-        list(configs.items()) if isinstance(configs, Mapping) else [(label_of(one), one) for one in configs]
-    )
-    names = [name for name, _ in pairs]
-    if not pairs:
-        raise WrongInput("compare takes one configuration or more, such as 'Int4WeightOnlyConfig'")
-    if twice := [name for name in names if names.count(name) > 1 or name == BASE]:
-        raise WrongInput(f"{twice[0]!r} is given twice; give each configuration once, or use your own names")
-    return {name: configuration(one) for name, one in pairs}
-
-
-def configuration(one: Given) -> Any:
-    """The configuration of a name; a folder as a path."""
-    if isinstance(one, (Config, FqnToConfig)):
-        return one
-    if isinstance(one, Scheme):
-        return SchemeConfig(scheme=one)
-    if isinstance(one, Path) or (Path(one) / "config.json").is_file():
-        check_folder(Path(one))
-        return Path(one)
-    if one in CONFIGS:
-        return CONFIGS[one]()
-    try:
-        return SchemeConfig(scheme=named(one))
-    except ValueError:
-        both: dict[str, Any] = {**CONFIGS, **SCHEMES}
-        with wrong_input():
-            return lookup(one, both, "configuration or scheme")
-
-
-def label_of(one: Given) -> str:
-    """The name of a row: what was given, or a configuration's class with what differs from its defaults."""
-    if isinstance(one, (str, Path)):
-        return Path(one).name if (Path(one) / "config.json").is_file() else str(one)
-    if isinstance(one, Scheme):
-        return one.name
-    if isinstance(one, FqnToConfig):
-        return f"FqnToConfig of {len(one.fqn_to_config)} patterns"
-    given = [
-        f"{f.name}={getattr(one, f.name)}"
-        for f in fields(one)
-        if f.init and getattr(one, f.name) != default_of(f)
-    ]
-    return " ".join([type(one).__name__, *given])
-
-
-def default_of(one: Field[Any]) -> Any:
-    """The default of a field of a dataclass."""
-    return one.default if one.default_factory is MISSING else one.default_factory()
-
-
 def texts_of(
     text: str | Path | Text | None, calibration: str | Path | Text | None, corpus: str | Path | None
 ) -> tuple[Text, Text | None]:
@@ -238,22 +179,6 @@ def texts_of(
         return source, source_of(calibration, corpus if has_name[1] else None)
     except WrongInput as error:
         raise WrongInput(str(error).replace("--text", "--calibration")) from error
-
-
-def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mapping[str, Any]) -> None:
-    """WrongInput for methods without the text that they read, and for a text that nothing reads."""
-    reading = [one.name for one in methods if one.calibrates]
-    static = [name for name, config in wanted.items() if observes(config)]
-    if (reading or static) and calibration is None:
-        what = f"--method {reading[0]}" if reading else static[0]
-        raise WrongInput(f"{what} needs calibration data; give --calibration TEXT, a text file")
-    if calibration is not None and not reading and not static:
-        raise WrongInput("--calibration is used by methods only; give --method too, such as clip or gptq")
-
-
-def observes(config: object) -> bool:
-    """Whether a configuration finds static scales of inputs from data."""
-    return isinstance(config, Config) and config.observer() is not None
 
 
 def check_model_folder(model: str | Path | nn.Module) -> None:
@@ -284,11 +209,6 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
         *told,
         f"Perplexities compare between models of one tokenizer on the same text with the same --limit and --length.{kind}",
     ]
-
-
-def made_from(config: object) -> str:
-    """What a row is made of, as text: another configuration, or a folder with other weights, is measured again."""
-    return f"{config} {fingerprint(config)}" if isinstance(config, Path) else repr(config)
 
 
 def describe(device: str) -> str:
@@ -502,6 +422,7 @@ class Work:
         if found is None:
             found = self.losses(model, base)
             self.store.add_part(name, found)
+        found = {**found, "differences": tuple(found.get("differences", ()))}
         layers = [module.weight for module in model.modules() if is_linear(module)]
         return Compared(
             name,
@@ -557,23 +478,6 @@ class Work:
         }
 
 
-#: The beginning of a reason that names a layer's shape.
-SHAPE = re.compile(r"^shape \([^)]*\): ")
-#: Where the advice begins of a reason that blocks do not divide a layer.
-PADDING = "; pad the tensor"
-
-
-def reasons_of(report: Any) -> dict[str, int]:
-    """How many linear layers were left for which reason, the most frequent first, without advice to callers of `quantize_`."""
-    kept = (
-        one
-        for one in report.layers
-        if not one.changed and len(one.shape) == 2 and "Embedding" not in one.kind
-    )
-    reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]) for one in kept)
-    return dict(Counter(reasons).most_common())
-
-
 def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
     """Loss, and the distance from the unquantized model, which the model may be `itself`."""
     found = results_of(sums, windows, ("perplexity",) if itself else ("perplexity", "agreement"), words=False)
@@ -583,6 +487,7 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
     if far is None:
         return values
     values |= {"difference": far["loss_difference"], "difference_stderr": far.get("loss_difference_stderr")}
+    values["differences"] = tuple(a - b for a, b in zip(sums.losses, sums.base_losses, strict=True))
     return values | {name: far.get(name) for name in ("kl", "kl_stderr", "agreement")}
 
 

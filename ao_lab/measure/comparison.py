@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput, needed
-from ao_lab.measure.intervals import ENOUGH, MEANING, half_interval, rounded, to_error
+from ao_lab.intervals import ENOUGH, MEANING, half_interval, rounded, to_error
 from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes, digits, folded
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class Compared:
     status: "ok", or "failed", and why (reason). layers, of_layers: linear layers that are quantized, and all of them. bytes:
     of all weights as they are stored; bits_per_parameter: these over all parameters. loss: nats per token, mean over windows,
     with its standard error; difference: from the unquantized model on the same windows, with the standard error of the paired
-    difference. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
-    whose likeliest next token is the same. windows: how many these are means over. tokens_per_second: of generate() at batch
-    1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with this one; speedup: the median of the
-    rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; load: the host's of the
-    last minute then, and its cores. peak_bytes: weights, and what generate() took beside them; None on a CPU for models of
-    less than 100 MB, of which the memory of a process says nothing. seconds: what quantizing took. tasks: numbers by task of
-    lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed unquantized, by reason.
-    changes: in what the configuration differs from the one that the name says.
+    difference; differences: of each window. kl: KL divergence from its predictions. A single window has no standard errors.
+    agreement: share of tokens whose likeliest next token is the same. windows: how many these are means over.
+    tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with
+    this one; speedup: the median of the rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks
+    against it; load: the host's of the last minute then, and its cores. peak_bytes: weights, and what generate() took beside
+    them; None on a CPU for models of less than 100 MB, of which the memory of a process says nothing. seconds: what
+    quantizing took. tasks: numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many
+    linear layers stayed unquantized, by reason. changes: in what the configuration differs from the one that the name says.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Compared:
     loss_stderr: float | None = None
     difference: float | None = None
     difference_stderr: float | None = None
+    differences: tuple[float, ...] = ()
     kl: float | None = None
     kl_stderr: float | None = None
     agreement: float | None = None
@@ -314,7 +315,7 @@ class Comparison:
         ]
 
     def points(self) -> list[Point]:
-        """What `plot` draws: of each row that was measured its bytes, and its difference with half of its interval.
+        """What `plot` draws: of each measured row its bytes, its difference with half of its interval, and by window.
 
         Behind a name stands how many layers it quantizes where another quantizes more: "int4_g128 (3 of 22 layers)".
         """
@@ -334,6 +335,7 @@ class Comparison:
                 row.difference or 0.0,
                 row.half_difference or 0.0,
                 number == 0,
+                row.differences or (0.0,) * (row.windows or 0) * (number == 0),
             )
             for number, row in enumerate(self.rows)
             if row.bytes is not None and row.loss is not None
@@ -342,9 +344,10 @@ class Comparison:
     def plot(self, ax: Axes | None = None, theme: str | None = None) -> Figure:
         """Loss against size, with what nothing beats: differences from the unquantized model, which is the line at 0.
 
-        Intervals are those of the paired differences, which are far narrower than those of losses; a configuration that is
-        better than another by less than both intervals is not drawn as better. Behind a name stands how many of the linear
-        layers it quantizes, where others quantize more. `ao_lab.plot.tradeoff` draws it.
+        Bars are the intervals of differences from the unquantized model. Two configurations are compared by their difference
+        from each other on the same windows, whose interval is its own: one that is better by less is not drawn as better.
+        Behind a name stands how many of the linear layers it quantizes, where others quantize more. `ao_lab.plot.tradeoff`
+        draws it.
         """
         from ao_lab.plot.tradeoff import tradeoff
 
@@ -373,6 +376,8 @@ def _row_of(given: Mapping[str, Any]) -> Compared:
     named = {RENAMED.get(name, name): value for name, value in given.items()}
     if named.get("status", OK) not in (OK, FAILED):
         named |= {"reason": named["status"], "status": FAILED}
+    # What is not finite is null in a file.
+    named["differences"] = tuple(math.nan if one is None else one for one in named.get("differences") or ())
     return Compared(**{name: named[name] for name in Compared.__dataclass_fields__ if name in named})
 
 

@@ -31,6 +31,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
+from ao_lab.intervals import MEANING, half_interval, rounded
 from ao_lab.measure.folders import (
     check_folder,
     check_language_model,
@@ -40,7 +41,6 @@ from ao_lab.measure.folders import (
     loaded,
     windows_for,
 )
-from ao_lab.measure.intervals import MEANING, half_interval, rounded
 from reference.arrays.namespace import lookup
 
 Progress = Callable[[int, int], None]

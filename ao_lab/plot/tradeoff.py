@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput
+from ao_lab.intervals import quantile
 from ao_lab.plot.style import Theme, canvas
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 class Point:
     """A configuration: its name, what it costs (bytes, for instance), its loss, and half of the loss's 95% interval.
 
-    reference: whether others are compared with it, as with the unquantized model.
+    reference: whether others are compared with it, as with the unquantized model. losses: those of the windows of a text, whose
+    mean is the loss; of all points the same windows. Empty where they are not known.
     """
 
     name: str
@@ -29,20 +32,39 @@ class Point:
     loss: float
     error: float = 0.0
     reference: bool = False
+    losses: tuple[float, ...] = ()
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Points of finite loss that no other matches at no more cost, by cost.
-
-    A point matches another whose loss is less by no more than the root of the squares of both halves of their intervals.
-    """
+    """Points of finite loss that are better than every other of no more cost, by cost; see `is_better`."""
+    cheaper: list[Point] = []
     best: list[Point] = []
     for one in sorted(points, key=lambda point: (point.cost, point.loss)):
-        if math.isfinite(one.loss) and (
-            not best or one.loss + math.hypot(one.error, best[-1].error) < best[-1].loss
-        ):
-            best.append(one)
+        if math.isfinite(one.loss):
+            if all(is_better(one, other) for other in cheaper):
+                best.append(one)
+            cheaper.append(one)
     return best
+
+
+def are_paired(one: Point, other: Point) -> bool:
+    """Whether both have losses of the same windows, two or more."""
+    return len(one.losses) == len(other.losses) > 1
+
+
+def is_better(one: Point, other: Point) -> bool:
+    """Whether the loss of one point is less than another's.
+
+    By the paired difference on the same windows where both have their losses: the whole 95% interval of its mean is below 0
+    (Student's t). By the two losses alone otherwise: intervals of two points, each around a difference from a third, say
+    nothing of the difference between them.
+    """
+    if not are_paired(one, other):
+        return one.loss < other.loss
+    differences = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
+    count = len(differences)
+    spread = stdev(differences) / math.sqrt(count)
+    return fmean(differences) + quantile(count) * spread < 0
 
 
 def tradeoff(
@@ -57,9 +79,11 @@ def tradeoff(
 ) -> Figure:
     """Loss against cost, a point a configuration with its 95% interval and its name.
 
-    Points that nothing beats (no other is as good, within both intervals, at no more cost) are coloured and joined by steps;
-    others are gray; a legend says so. A reference is a horizontal line through a square. scale: costs are multiplied by it
-    for the axis. Losses that are infinite or NaN cannot be drawn: they are named in the title.
+    Points that are better than every other of no more cost are coloured and joined by steps; others are gray. Better is what
+    the paired difference of both on the same windows says, with its 95% interval, where points have `losses` of windows; a
+    lower loss, whatever the bars, where they have none. A legend says all this. A reference is a horizontal line through a
+    square. scale: costs are multiplied by it for the axis. Losses that are infinite or NaN cannot be drawn: they are named in
+    the title.
 
     ValueError where there is no point, or no finite loss.
     """
@@ -91,9 +115,10 @@ def tradeoff(
     return figure
 
 
-#: What the colours of points, the square and the bars say.
+#: What the colours of points, the square and the bars say, and by what one point is called better than another.
 BEST, BEATEN = "no other is as good at no more cost", "another is as good at no more cost"
 REFERENCE, BARS = "unquantized", "bars: 95% interval"
+PAIRED, ALONE = "as good: paired on the same windows, 95%", "as good: by the losses alone, without bars"
 
 
 def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: Theme) -> None:
@@ -101,10 +126,13 @@ def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: T
     first = {_kind(one, one in best): one for one in reversed(points)}
     if any(one.error > 0 for one in points):
         first[BARS] = points[0]
+    if len(points) > 1:
+        first[PAIRED if all(are_paired(*two) for two in combinations(points, 2)) else ALONE] = points[0]
     handles = []
-    for label in (name for name in (BEST, BEATEN, REFERENCE, BARS) if name in first):
+    for label in (name for name in (BEST, BEATEN, REFERENCE, BARS, PAIRED, ALONE) if name in first):
         look = _look(first[label], label == BEST, theme)
-        drawn = {"fmt": "|", "color": theme.ink} if label == BARS else look
+        drawn = {BARS: {"fmt": "|", "color": theme.ink}}.get(label, look)
+        drawn = {"fmt": "none"} if label in (PAIRED, ALONE) else drawn
         handles.append(axis.errorbar([], [], yerr=[], **{**look, **drawn}, label=label))
     axis.legend(
         handles=handles,

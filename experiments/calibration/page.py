@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ao_lab.measure.intervals import rounded
+from ao_lab.intervals import rounded
 from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.encoders import encoder_sections

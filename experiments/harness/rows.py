@@ -270,7 +270,7 @@ class Interval:
 
 def interval(values: Sequence[float]) -> Interval:
     """The mean and its interval; ValueError for less than two values."""
-    from ao_lab.measure.intervals import half_interval
+    from ao_lab.intervals import half_interval
 
     if len(values) < 2:
         raise ValueError(f"an interval takes at least 2 seeds, got {len(values)}")

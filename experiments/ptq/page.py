@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ao_lab.measure.intervals import is_noise, rounded
+from ao_lab.intervals import is_noise, rounded
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
 from experiments.ptq.real_page import real_card, real_findings, real_sections, short_finding

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from ao_lab.measure.intervals import is_noise
+from ao_lab.intervals import is_noise
 from ao_lab.measure.times import NOISY, SPREAD
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE

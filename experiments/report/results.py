@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ao_lab.config.recipe import INTEGER, named
-from ao_lab.measure.intervals import half_interval, is_noise, rounded
+from ao_lab.intervals import half_interval, is_noise, rounded
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
 from experiments.report.content import QUICK, Drawing, Section, Table, readable

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, made_from, reason, reasons_of
+from ao_lab.measure.compare import Remembered, reason
 from ao_lab.measure.comparison import Compared, Comparison
+from ao_lab.measure.configurations import made_from, reasons_of
 from ao_lab.measure.evaluate import fingerprint
 from ao_lab.measure.memory import out_of_memory
 from ao_lab.plot.tradeoff import frontier
@@ -386,7 +388,7 @@ def test_models_that_cannot_be_compared(folder):
 
 
 def test_labels_say_what_differs():
-    from ao_lab.measure.compare import label_of
+    from ao_lab.measure.configurations import label_of
 
     assert label_of(ao_lab.Int4WeightOnlyConfig(group_size=32)) == "Int4WeightOnlyConfig group_size=32"
     assert label_of(ao_lab.NF4WeightOnlyConfig()) == "NF4WeightOnlyConfig"
@@ -532,10 +534,13 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     few = Comparison("m", (rows[0], compared("a", 0.0, 0.1, 40, windows=7)), CONDITIONS)
     assert few.best.startswith("Best: 7 windows cannot tell; measure 8 or more")
     assert Comparison("m", (rows[0],), CONDITIONS).best == ""
-    # Not drawn as better than a smaller one by less than noise; layers that stayed are in the label.
-    drawn = {one.name: one for one in frontier(found.points())}
+    # Layers that stayed are in the label. Without losses of windows these alone say what is drawn as better, with them the
+    # differences of two configurations: b differs from d by nothing but noise.
     assert "c (6 of 8 layers)" in {one.name for one in found.points()}
-    assert list(drawn) == ["d"]
+    assert [one.name for one in frontier(found.points())] == ["d", "b", "unquantized"]
+    noise = (0.1, -0.1, 0.2, -0.2, 0.1, -0.1, 0.2, -0.2)
+    paired = [replace(rows[4], differences=(0.001,) * 8), replace(rows[2], differences=noise)]
+    assert [one.name for one in frontier(Comparison("m", (rows[0], *paired), {}).points())] == ["d"]
 
 
 def test_tables_of_a_terminal_have_80_columns():

@@ -1,5 +1,7 @@
 """Figures of tensors and models: what is drawn are the quantized values, the scales and the errors of the specification."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ import reference
 plot = pytest.importorskip("ao_lab.plot", exc_type=ImportError)
 pytest.importorskip("matplotlib")
 from ao_lab.plot.tensors import scales_of, stored  # noqa: E402
+from ao_lab.plot.tradeoff import frontier  # noqa: E402
 
 X = np.random.default_rng(7).standard_normal((128, 512)).astype(np.float32)
 
@@ -145,10 +148,29 @@ def test_a_legend_says_what_colours_and_bars_are():
         plot.Point("b", 2, 2.5),
         plot.Point("base", 9, 1.0, reference=True),
     ]
-    for given, said in ((points, 4), (points[:1], 2), (points[1:2], 1)):
+    for given, said in ((points, 5), (points[:1], 2), (points[1:2], 1)):
         legend = plot.tradeoff(given, scale=1).axes[0].get_legend()
         assert len(legend.get_texts()) == said
     assert legend.get_texts()[0].get_text().startswith("no other is as good")
+
+
+def test_better_is_paired_where_windows_are_known_and_the_loss_alone_elsewhere():
+    """Each interval is around the difference from a third: a wide one of a smaller configuration is no merit of it."""
+    small, large = (
+        (1.0, 2.0, 3.0, 4.0),
+        (0.9, 1.89, 2.91, 3.9),
+    )  # apart by 0.1 in each window, which differ by 1
+    alone = [plot.Point("small", 1, 2.5, 2.0), plot.Point("large", 2, 2.4, 2.0)]
+    paired = [replace(one, losses=losses) for one, losses in zip(alone, (small, large), strict=True)]
+    noisy = [paired[0], replace(paired[1], losses=(0.0, 3.0, 2.0, 4.6))]
+    cases = (
+        (alone, ["small", "large"], "alone"),
+        (paired, ["small", "large"], "paired"),
+        (noisy, ["small"], "paired"),
+    )
+    for points, best, said in cases:
+        assert [one.name for one in frontier(points)] == best
+        assert said in plot.tradeoff(points).axes[0].get_legend().get_texts()[-1].get_text()
 
 
 def test_a_name_lies_on_no_other_point_once_the_figure_is_laid_out():

@@ -3,7 +3,7 @@
 import pytest
 from scipy import stats
 
-from ao_lab.measure.intervals import half_interval, is_noise, quantile, rounded, to_error
+from ao_lab.intervals import half_interval, is_noise, quantile, rounded, to_error
 
 
 def test_quantiles_are_students():
