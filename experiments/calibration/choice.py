@@ -23,6 +23,7 @@ import ao_lab
 from ao_lab.calibration.methods import Clip
 from ao_lab.choose.result import Choice, Trial
 from ao_lab.config.base import FqnToConfig, SchemeConfig
+from ao_lab.transforms.plan import Progress
 from experiments.harness.measuring import Values
 from experiments.models.causal_lm import linears
 
@@ -68,8 +69,10 @@ def rule_plan(choice: Choice, rule: str) -> tuple[FqnToConfig, str]:
     return FqnToConfig({name: choice.options[by_hand(name) or LOWEST] for name in layers}), taken.name
 
 
-def chosen(model: nn.Module, batches: Sequence[torch.Tensor], alone: int) -> dict[float, Choice]:
-    """The choice under each budget. alone: how many layers are measured by themselves."""
+def chosen(
+    model: nn.Module, batches: Sequence[torch.Tensor], alone: int, progress: Progress | None = None
+) -> dict[float, Choice]:
+    """The choice under each budget. alone: how many layers are measured by themselves. progress: as of `ao_lab.choose_`."""
     layers = linears(model)
     ours = {id(layer) for layer in layers.values()}
     options = {name: (SchemeConfig(scheme=name), METHODS) for name in OPTIONS}
@@ -80,6 +83,7 @@ def chosen(model: nn.Module, batches: Sequence[torch.Tensor], alone: int) -> dic
         [ao_lab.Bits(bits) for bits in BUDGETS],
         filter_fn=lambda module, name: id(module) in ours,
         candidates=candidates([f"{name}.weight" for name in layers], alone),
+        progress=progress,
     )
     return dict(zip(BUDGETS, choices, strict=True))
 

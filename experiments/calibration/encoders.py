@@ -37,7 +37,7 @@ from experiments.report.content import Section, Table
 from experiments.report.real_runs import about_of, title_of
 from experiments.report.results import Results, failures, number
 from experiments.runs.benches import KINDS, encoder_bench
-from experiments.runs.real_models import BATCH, Place, Tables, batches_of, by_data, facts
+from experiments.runs.real_models import BATCH, Place, Tables, Watch, batches_of, by_data, facts
 from experiments.runs.run import Settings
 
 #: Tokens of a sequence, and sequences that methods see, by scale.
@@ -70,7 +70,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     tables = Tables(EXPERIMENT, settings, KINDS[ENCODER] + model.name, journal, deadline)
 
     def load() -> tuple[Values, Callable[[tuple[Case, str]], dict[str, Values]]]:
-        here = prepared(settings, model)
+        here = prepared(settings, model, tables.watch)
         add_dense(tables, here.bench)
         return facts(here.bench), lambda task: measure(here, *task)
 
@@ -83,9 +83,10 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
 
 
-def prepared(settings: Settings, model: RealModel) -> EncoderRun:
-    """A loaded encoder, its data, and the sequences that methods see."""
-    bench = encoder_bench(settings, model)
+def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -> EncoderRun:
+    """A loaded encoder, its data, and the sequences that methods see; Late between them."""
+    bench, watch = encoder_bench(settings, model), watch or Watch(Deadline(None))
+    watch.at("sequences")
     end = bench.tokenizer.sep_token_id or bench.tokenizer.eos_token_id
 
     def draw(seed: int) -> list[torch.Tensor]:
@@ -98,7 +99,7 @@ def prepared(settings: Settings, model: RealModel) -> EncoderRun:
     def draw_for_choices() -> list[torch.Tensor]:
         return draw(settings.seed)
 
-    return EncoderRun(settings, bench, draw, draw(settings.seed), draw_for_choices)  # type: ignore[arg-type]
+    return EncoderRun(settings, bench, draw, draw(settings.seed), draw_for_choices, watch=watch)  # type: ignore[arg-type]
 
 
 def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:

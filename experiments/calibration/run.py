@@ -60,6 +60,7 @@ from experiments.runs.real_models import (
     BATCH,
     Place,
     Tables,
+    Watch,
     batches_of,
     bench_of,
     by_data,
@@ -178,6 +179,8 @@ class Run:
     #: What choices do, by the setting of the choice, method and text.
     chosen: dict[tuple[str, str, str], Sums] = field(default_factory=dict)
     facts: Values = field(default_factory=dict)
+    #: Told how far a measurement is, which it ends after the run's seconds, between layers and texts.
+    watch: Watch = field(default_factory=lambda: Watch(Deadline(None)))
 
     def with_seed(self, seed: int) -> Run:
         """The same with the sequences of another seed; what rounding does stays."""
@@ -280,7 +283,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
 
     def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
-        here = prepared(settings, model)
+        here = prepared(settings, model, tables.watch)
         add_dense(tables, here.bench)
         return facts(here.bench), lambda task: measure(here.with_seed(task[2]), task[0], task[1])
 
@@ -322,14 +325,16 @@ def drawn(settings: Settings) -> list[tuple[Case, str]]:
 @torch.no_grad()
 def add_dense(tables: Tables, bench: AnyBench) -> None:
     """Rows of the model as it is: its size, and what it does, by the data."""
+    tables.watch.at(bench.baseline)
     place = Place(WEIGHTS, bench.baseline, tables.settings.seed)
     for data, values in {MODEL: sizes(bench.base), **bench.results(bench.base)}.items():
         tables.journal.add(tables.rows(data, place, {**values, **status("ok")}))
 
 
-def prepared(settings: Settings, model: RealModel) -> Run:
-    """A loaded model, the windows of its texts, and the sequences that methods see."""
+def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -> Run:
+    """A loaded model, the windows of its texts, and the sequences that methods see; Late between them."""
     length, count, batch = TOKENS[settings.scale], SEQUENCES[settings.scale], BATCH[settings.device]
+    watch = watch or Watch(Deadline(None))
 
     def draw(seed: int) -> list[torch.Tensor]:
         return batches_of(settings, model, length, count, seed, batch)
@@ -338,7 +343,9 @@ def prepared(settings: Settings, model: RealModel) -> Run:
         tokens, sequences = choice.TOKENS[settings.scale], choice.SEQUENCES[settings.scale]
         return batches_of(settings, model, tokens, sequences, settings.seed, choice.BATCH)
 
-    return Run(settings, bench_of(settings, model), draw, draw(settings.seed), draw_for_choices)
+    bench = bench_of(settings, model)
+    watch.at("sequences")
+    return Run(settings, bench, draw, draw(settings.seed), draw_for_choices, watch=watch)
 
 
 def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
@@ -350,6 +357,7 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
         chosen = () if arm in PEERS else methods_of(arm, here.settings.seed)
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
+            here.watch.at(windows.text.name)
             with torch.no_grad():
                 sums = evaluated(here.bench, windows, model)
             shares = recovered(here, case, windows, sums)
@@ -421,7 +429,7 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     peak.begin()
     started = time.perf_counter()
     more = {"methods": chosen, **data} if chosen else {}
-    quantize_(model, config, filter_fn=filter_fn, **more)
+    quantize_(model, config, filter_fn=filter_fn, progress=here.watch.progress, **more)
     synchronize(device)
     values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
     # What is resident on a CPU is the whole process's.
@@ -458,7 +466,9 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
     if not here.choices:
         started, scale = time.perf_counter(), here.settings.scale
         sequences = here.draw_for_choices()
-        here.choices.update(choice.chosen(here.bench.base, sequences, choice.ALONE[scale]))
+        here.choices.update(
+            choice.chosen(here.bench.base, sequences, choice.ALONE[scale], here.watch.progress)
+        )
         tokens = sum(one.numel() for one in sequences)
         here.facts = {
             "time to choose, all budgets": (time.perf_counter() - started, "s"),

@@ -55,6 +55,10 @@ class Wrong(Exception):
     """A result differs from the reference's."""
 
 
+class Late(Exception):
+    """The deadline came while something was under way, which ends where it asks (`Deadline.check`)."""
+
+
 def keep(journal: Journal, failed: list[Row], rows: list[Row]) -> None:
     """Rows of what went well into the journal, others beside it."""
     if is_ok(rows):
@@ -79,6 +83,8 @@ def attempt(work: Callable[[], Values]) -> Values:
         return {**work(), **status("ok")}
     except Wrong as error:
         return status(f"wrong: {error}")
+    except Late as error:
+        return status(str(error))
     except Exception as error:  # noqa: BLE001
         return status(f"error: {type(error).__name__}: {str(error).partition(ADVICE)[0]}")
     finally:
@@ -102,6 +108,10 @@ def forget() -> None:
 
 #: How the reason ends.
 LATE = "s of this run did not reach it"
+#: What stands in it before what was then under way.
+STOPPED = "stopped at"
+#: Characters of what was under way, so that the reason's end is never cut.
+MOST_OF_DOING = 100
 
 
 @dataclass
@@ -124,6 +134,11 @@ class Deadline:
         if self.left() > needed:
             return None
         return f"not run: the {self.seconds:.0f} {LATE}"
+
+    def check(self, doing: str) -> None:
+        """Late after the end, with the status of what is then under way; doing: what, in a few words."""
+        if self.left() <= 0:
+            raise Late(f"not run: {STOPPED} {doing[:MOST_OF_DOING]}; the {self.seconds:.0f} {LATE}")
 
 
 def in_time(deadline: Deadline, work: Callable[[], Values]) -> Values:

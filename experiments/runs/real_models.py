@@ -10,11 +10,12 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from ao_lab.cli.terminal import say
+from ao_lab.cli.terminal import Work, say, track_progress
 from ao_lab.measure.folders import longest
 from experiments.data.texts import (
     EvaluationText,
@@ -23,7 +24,7 @@ from experiments.data.texts import (
     evaluation_texts,
     prose_of,
 )
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.harness.measuring import Deadline, Late, Values, attempt, free, keep, status
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
@@ -160,15 +161,53 @@ class Place(NamedTuple):
     seed: int
 
 
+@dataclass
+class Watch:
+    """What is under way inside a measurement: `at` names it where progress is shown, and ends it (`Late`) after the deadline.
+
+    doing: the measurement; work: where progress is shown, None before it is.
+    """
+
+    deadline: Deadline
+    work: Work | None = None
+    doing: str = ""
+
+    def begins(self, doing: str) -> None:
+        """A measurement begins."""
+        self.doing = doing
+        self.tell(doing)
+
+    def at(self, word: str) -> None:
+        """So far it is."""
+        doing = ": ".join(filter(None, (self.doing, word)))
+        self.tell(doing)
+        self.deadline.check(doing)
+
+    def tell(self, doing: str) -> None:
+        """As a word about what is done so far."""
+        if self.work is not None:
+            self.work.at(self.work.done, doing)
+
+    def progress(self, word: str, done: int, total: int) -> None:
+        """As `quantize_` and `choose_` tell it."""
+        self.at(f"{word}, {done} of {total}")
+
+
 @dataclass(frozen=True)
 class Tables:
-    """The tables of one model, of this kind, in a journal; nothing is measured after the deadline."""
+    """The tables of one model, of this kind, in a journal; nothing is measured after the deadline, and what asks `watch` in
+    between ends soon after it."""
 
     experiment: str
     settings: Settings
     kind: str
     journal: Journal
     deadline: Deadline
+
+    @cached_property
+    def watch(self) -> Watch:
+        """What a measurement tells how far it is."""
+        return Watch(self.deadline)
 
     def rows(self, data: str, place: Place, values: Values) -> list[Row]:
         """Rows of a measurement."""
@@ -193,18 +232,19 @@ class Tables:
         """Measure what the journal lacks; returns rows of what failed.
 
         load: values of the model's file, and what measures a task, by the data of its tables; not called where nothing is
-        left. missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that none
-        starts that would end after the deadline by the longest so far. baseline: what the others are compared with; where it
-        fails they are not run.
+        left, nor time. missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that
+        none starts that would end after the deadline by the longest so far. baseline: what the others are compared with; where
+        it fails they are not run.
         """
         todo, failed, most, broken = self.left(tasks), list[Row](), 0.0, ""
         if not todo:
             return failed
-        file, measure = load()
-        self.journal.add(self.rows(MODEL, Place(FILE, FILE, self.settings.seed), file))
-        with bar(title, len(todo)) as step:
+        with track_progress(title, len(todo)) as work:
+            self.watch.work = work
+            measure = self._loaded(load)
             for place, task in todo.items():
                 started = time.perf_counter()
+                self.watch.begins(word := f"{place.method}, {place.setting}, seed {place.seed}")
                 reason = missing(task) or broken or self.deadline.reason(most if even else 0.0)
                 found = {MODEL: status(reason)} if reason else measure(task)
                 for data, values in found.items():
@@ -213,8 +253,21 @@ class Tables:
                     broken = f"not run: {place.method} failed, with which this is compared"
                 free()
                 most = max(most, time.perf_counter() - started)
-                step(f"{place.method}, {place.setting}, seed {place.seed}")
+                work.step(word)
         return failed
+
+    def _loaded(
+        self, load: Callable[[], tuple[Values, Callable[[Task], dict[str, Values]]]]
+    ) -> Callable[[Task], dict[str, Values]]:
+        """What measures a task, with the rows of the model's file in the journal; where no time is left, what says so."""
+        try:
+            self.watch.at("loading")
+            file, measure = load()
+        except Late as error:
+            late = str(error)
+            return lambda task: {MODEL: status(late)}
+        self.journal.add(self.rows(MODEL, Place(FILE, FILE, self.settings.seed), file))
+        return measure
 
 
 def by_data(work: Callable[[dict[str, Values]], Values]) -> dict[str, Values]:

@@ -29,7 +29,7 @@ from experiments.data.evaluation import MultipleChoiceSettings
 from experiments.data.programs import check_limits
 from experiments.data.texts import OwnText
 from experiments.harness import registry, revision
-from experiments.harness.measuring import KERNEL, Values, keep
+from experiments.harness.measuring import KERNEL, STOPPED, Values, is_late, keep
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen
 from experiments.harness.revision import commit, versions
@@ -253,7 +253,16 @@ def put_table(
 def all_rows(settings: Settings, journal: Journal, failed: Sequence[Row]) -> list[Row]:
     """What a run publishes: with a limit of seconds, what another run measured stays where this one did not come to it."""
     late = NOT_RUN if settings.seconds is not None else ()
+    say_late(failed)
     return journal.rows + [row for row in failed if not row.metric.startswith(late)]
+
+
+def say_late(failed: Iterable[Row]) -> None:
+    """How many measurements the seconds of a run did not reach, and at what it was stopped; nothing where it reached all."""
+    late = {(row.line, row.seed): row.metric.removeprefix(STATUS) for row in failed if is_late(row.metric)}
+    if late:
+        first = next((reason for reason in late.values() if STOPPED in reason), next(iter(late.values())))
+        say(f"{len(late)} measurement{'s' * (len(late) > 1)} {first}; the same command goes on with them")
 
 
 def published_shapes(settings: Settings) -> bool:

@@ -16,10 +16,12 @@ from experiments.calibration.drawings import seconds_of
 from experiments.calibration.run import ARMS, Case, arms_of, cases_of, check_parts, methods_of, share
 from experiments.data import texts
 from experiments.data.texts import calibration_documents, drawn_sequences
+from experiments.harness.measuring import Deadline, is_late
 from experiments.harness.paths import Paths
-from experiments.harness.rows import Row, read
+from experiments.harness.rows import Journal, Row, read
+from experiments.models.causal_lm import of_folder
 from experiments.report.real_runs import RECOVERED
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.run import RealModels, Settings, say_late
 
 pytest.importorskip("transformers")
 TABLE = "real tiny-llama/quick"
@@ -53,6 +55,51 @@ def command(folder, place):
     ]
 
 
+class Steps:
+    """A clock that goes on by a second where it is asked, and remembers what was then under way."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def until(folder, tmp_path, monkeypatch, seconds):
+    """Journal and rows of what was not measured, of a run that ends after so many questions for the time."""
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    monkeypatch.setitem(run.SEQUENCES, "quick", 8)
+    asked = RealModels(models=(str(folder),), windows=2, length=32)
+    only = ("int3_g64_asymmetric", "gptq", "hqq")
+    here = Settings(scale="quick", device="cpu", cache=tmp_path, models=asked.models, asked=asked, only=only)
+    journal = Journal()
+    return journal, run.measure_model(here, of_folder(folder), journal, Deadline(seconds, Steps()))
+
+
+def test_a_method_that_is_under_way_ends_between_layers(folder, tmp_path, monkeypatch, capsys):
+    """What was done before stays, what it was at is named, and nothing begins after it."""
+    journal, failed = until(folder, tmp_path, monkeypatch, 24.0)
+    assert {row.method for row in journal.rows} == {"file", "bfloat16", "rounding"}
+    states = {row.method: row.metric for row in failed}
+    assert set(states) == {"gptq", "hqq"}
+    assert all(is_late(state) for state in states.values())
+    assert "stopped at gptq, int3_g64_asymmetric, seed 0: " in states["gptq"]
+    assert " of 7; the 24 s of this run did not reach it" in states["gptq"]
+    assert "stopped" not in states["hqq"]
+    say_late(failed)
+    assert "2 measurements not run: stopped at gptq" in capsys.readouterr().err
+
+
+def test_without_time_no_model_is_loaded(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "bench_of", lambda *_: pytest.fail("loaded"))
+    journal, failed = until(folder, tmp_path, monkeypatch, 0.5)
+    assert journal.rows == []
+    assert {row.method for row in failed} == {"rounding", "gptq", "hqq"}
+    assert page.sections(failed)
+    assert page.findings(failed) is not None
+
+
 def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
     monkeypatch.delenv(texts.VARIABLE, raising=False)
     monkeypatch.setitem(run.SEQUENCES, "quick", 8)
@@ -82,7 +129,7 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
     assert found["choice: KL measured"] < found["choice: KL of one scheme at this size"]
     (one,) = page.real_runs(rows)
     assert seconds_of(one, "choice, 4.25 bits", "rounding") > found["time to choose, all budgets"]
-    section, _ = page.sections(rows)
+    (section,) = page.sections(rows)
     *_, chosen, rules = section.tables
     assert [line[0] for line in chosen.lines] == ["choice, 3 bits", "choice, 4.25 bits"]
     assert all("int2_g64_asymmetric_bf16" in line[-1] for line in chosen.lines)
@@ -154,7 +201,7 @@ def test_what_is_not_there_or_not_defined_says_so(reproduced):
 
 def test_the_page_has_both_pictures_and_a_table(reproduced):
     place, rows = reproduced
-    section, _ = page.sections(rows)
+    (section,) = page.sections(rows)
     assert [one.name.rpartition("-tiny")[0] for one in section.drawings] == [
         "calibration-bytes",
         "calibration-minutes",
