@@ -42,6 +42,8 @@ PARTS = (LARGE, PTQ)
 #: The kind of the tables, and their data.
 KIND, DATA = "shapes", "random weights"
 TIME, ESTIMATE, BLOCK = "time", "time, estimated", "time of a block"
+#: Of all data through the blocks of a model as it is; estimates without such a line leave it out of the other blocks.
+PASS = "time of the first pass"
 MEMORY, IN_ALL = "memory over the model", "memory in all"
 #: What is measured of a whole run of `ptq`, behind its shapes, and its method.
 PTQ_SETTING, PTQ_METHOD = "reproduce ptq --model", "all schemes"
@@ -201,6 +203,7 @@ def quantized(model: Any, arm: Arm, shapes: Shapes, device: str) -> tuple[Values
     seconds, whole = watch.now(), layers == shapes.layers
     found: Values = {"blocks": (layers, ""), BLOCK: (watch.block, "s")}
     found[TIME if whole else ESTIMATE] = (seconds if whole else watch.of_layers(shapes.layers), "s")
+    found |= {PASS: (watch.first_pass, "s")} if watch.first_pass else {}
     # What is resident on a CPU is the whole process's.
     if where.type == "cuda" and (over := peak.over()) is not None:
         found[IN_ALL if from_files else MEMORY] = (over, "byte")

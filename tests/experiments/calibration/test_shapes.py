@@ -123,6 +123,14 @@ def test_the_page_holds_times_to_their_targets(monkeypatch):
         ("gptq: time, estimated 91.0 of 90 s", False),
         ("gptq: memory over the model, 3 of 32 blocks 15.0 of 16 GB", True),
     ]
+    low = here.rows(
+        "calibration", KIND, shapes.DATA, "8B shapes, 3 of 32 blocks", "gptq", {ESTIMATE: (89.0, "s")}
+    )
+    assert page.targets_by_run(low)[0].targets[0].reached is None
+    known = here.rows(
+        "calibration", KIND, shapes.DATA, "8B shapes, 3 of 32 blocks", "gptq", {shapes.PASS: (0.6, "s")}
+    )
+    assert page.targets_by_run([*low, *known])[0].targets[0].reached
     whole = here.rows(
         "calibration", KIND, shapes.DATA, "8B shapes, 32 of 32 blocks", "gptq", {TIME: (80.0, "s")}
     )
