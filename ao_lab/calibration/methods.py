@@ -200,7 +200,8 @@ class AutoRound(Method):
 
     Starts from the result of the methods before it. steps: of signed gradient descent, with rates from 1 / steps down to 0.
     sequences: approximate number per step (whole batches). seed: of the order of batches. Needs memory for the block inputs of
-    the original model as well as for those of the quantized one.
+    the original model as well as for those of the quantized one. Calls repeat bit for bit on one kind of device with the same
+    versions, where the gradients of the model's operations do: torch's attention runs by kernels for which that holds.
     """
 
     needs_hessian: ClassVar[bool] = False
