@@ -1,4 +1,5 @@
-"""Calibration at shapes of Llama-3.1-8B: the same bits with blocks resident and from files one at a time, and peak memory.
+"""Calibration at shapes of Llama-3.1-8B: the same bits with blocks resident and from files one at a time, whoever else uses the
+GPU, and peak memory.
 
 Two blocks suffice for a peak: a block's statistics go before the next one's come. Seconds and peaks as rows are
 `ao-lab reproduce calibration --scale full --only "8B shapes"`, whose models and data these are.
@@ -12,7 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 import ao_lab
+from ao_lab.calibration.autoround import one_order, without_cudnn
 from ao_lab.checkpoint.streaming import dense_of_files
 from experiments.calibration.shapes import IN_ALL, LLAMA_8B, MEMORY, TINY, Arm, quantized, random_model
 from tests.gpu.harness.subject import Asked, Check, Subject, same_bits
@@ -58,8 +63,39 @@ def other_bits(resident: dict[str, Any], from_files: dict[str, Any]) -> Iterator
             yield f"{full}: other bits than those of a resident model"
 
 
+#: Passes of one input: cuDNN's gradients of queries differ in one of eight, those of flash by default in all.
+PASSES = 100
+
+
+def attention(device: str, masked: bool) -> list[torch.Tensor]:
+    """Output and gradients of attention as AutoRound learns through it, the same inputs in every call; masked: by a mask of
+    its own, which another kernel takes than a causal one."""
+    generator, tokens = torch.Generator(device).manual_seed(0), 64 if device == "cpu" else 2048
+    q, k, v, g = torch.randn(
+        4, 4, 32, tokens, 128, generator=generator, device=device, dtype=torch.bfloat16
+    ).unbind()
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril() if masked else None
+    leaves = [x.requires_grad_(True) for x in (q, k, v)]
+    with without_cudnn():
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked)
+    with one_order(y):
+        return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+
+
+def unrepeated(device: str, masked: bool) -> Iterator[str]:
+    """Results of attention that are not the same in every pass."""
+    first = attention(device, masked)
+    for number in range(1 if device == "cpu" else PASSES):
+        again = attention(device, masked)
+        for name, one, two in zip(("y", "dq", "dk", "dv"), first, again, strict=True):
+            if not torch.equal(one, two):
+                yield f"{name}: other bits in pass {number}"
+
+
 def checks(asked: Asked) -> Iterator[Check]:
-    """Every set of methods."""
+    """Attention's gradients, and every set of methods."""
+    for masked in (False, True):
+        yield f"gradients of attention{', masked' * masked}", partial(unrepeated, asked.device, masked)
     for name in METHODS:
         yield name, partial(wrong, name, asked.device)
 
