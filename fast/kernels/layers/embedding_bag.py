@@ -29,7 +29,7 @@ from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.values import combined, loaded_zero, values
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90.bf16x2 import narrowed
-from fast.kernels.tile.fast_codes import load_elements
+from fast.kernels.tile.fast_codes import byte_values, load_elements
 from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, same_device
 from reference.quantize.quantize import check_quantized
 from reference.quantize.stored import Quantized
@@ -65,7 +65,9 @@ def _read(
     w = 1.0
     if weights is not None:
         w = tl.load(weights + place, mask=used, other=0.0).to(tl.float32)
-    if SCHEME.fast_values and not EXACT:
+    if SCHEME.fast_values and not EXACT and not PACKED:
+        element = tl.load(codes + at, mask=used, other=0)
+    elif SCHEME.fast_values and not EXACT:
         element = load_elements(codes, at, used, block, used, SCHEME, PACKED, SIZE)
     elif PACKED:
         element = load_packed(codes, block, used, SIZE, SCHEME.bits)
@@ -75,12 +77,16 @@ def _read(
 
 
 @triton.jit
-def _value(element, s, z, SCHEME: tl.constexpr, EXACT: tl.constexpr):
+def _value(element, s, z, SCHEME: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr):
     """(values (P, SIZE), their scale (P, 1)) of what is stored."""
     scale = combined(loaded_scale(s, SCHEME.level), tl.full((), 1.0, tl.float32), SCHEME, "float32")
     point = scale
     if SCHEME.zero != "":
         point = loaded_zero(z, SCHEME)
+    if SCHEME.fast_values and not EXACT and not PACKED:
+        element = byte_values(element, SCHEME)
+        if SCHEME.fraction_bits != 0:
+            element = element * (1.0 / (1 << SCHEME.fraction_bits))
     if SCHEME.fast_values and not EXACT:
         if SCHEME.zero == "code":
             element = element - point.to(tl.float32)
@@ -104,9 +110,19 @@ def _added(
                 SIZE, EXACT, PADDED,
             ),
         )  # fmt: skip
+    if SCHEME.has_ptx and TOGETHER > 2:
+        # Else loads sink to their uses: fewer registers, and one row of a thread in flight.
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+            "=r,r",
+            [count],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     for step in tl.static_range(TOGETHER):
         element, s, z, w, used, wrong = parts[step]
-        value, c = _value(element, s, z, SCHEME, EXACT)
+        value, c = _value(element, s, z, SCHEME, EXACT, PACKED)
         outside = outside | wrong
         largest = tl.maximum(largest, tl.abs(c))
         if weights is not None:

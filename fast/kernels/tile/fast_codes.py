@@ -140,15 +140,21 @@ def load_elements(
         else:
             value = e3m2_values(six_triples(a, b, c))
     else:
-        code = tl.load(codes + at, mask=inside, other=0)
-        if SCHEME.kind == "int":
-            value = integer_values(code.to(tl.int8, bitcast=True), SCHEME.bits)
-        elif SCHEME.kind == "codebook":
-            value = codebook_values(code.to(tl.int32), SCHEME.element)
-        else:
-            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        value = byte_values(tl.load(codes + at, mask=inside, other=0), SCHEME)
     if SCHEME.fraction_bits != 0:
         value = value * (1.0 / (1 << SCHEME.fraction_bits))
+    return value
+
+
+@triton.jit
+def byte_values(code, SCHEME: tl.constexpr):
+    """Values of codes of a byte each, without the format's power of two."""
+    if SCHEME.kind == "int":
+        value = integer_values(code.to(tl.int8, bitcast=True), SCHEME.bits)
+    elif SCHEME.kind == "codebook":
+        value = codebook_values(code.to(tl.int32), SCHEME.element)
+    else:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return value
 
 
