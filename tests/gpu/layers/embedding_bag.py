@@ -164,6 +164,10 @@ def rows_kernel(
             if WHERE == 2:
                 word += tl.load(table + row * STRIDE + WORDS)
             parts = parts + (word,)  # noqa: RUF005 -- Triton unpacks no tuples
+        # As in the kernel of bags: else loads sink to their uses.
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b64 $0, $1;", "=l,l", [row], dtype=tl.int64, is_pure=False, pack=1
+        )
         for step in tl.static_range(TOGETHER):
             total += parts[step]
     tl.store(
