@@ -1,8 +1,5 @@
 """Cases of several ranks: those of every day pass on two CPU ranks; what fails, hangs or dies is said, and the others go on."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +13,7 @@ from experiments.harness.measuring import status
 from experiments.harness.rows import ROOT, read
 from experiments.runs.run import settings_for
 from tests.support.distributed import planted_cases
+from tests.support.runs import forks
 
 DAY = [case.name for case in run.CASES if case.day]
 #: By night the others, those of FSDP2 and of tensor parallelism too, which tests of the library run on ranks by day.
@@ -23,13 +21,10 @@ NIGHT = [case.name for case in run.CASES if not case.day]
 
 
 def said(out, *arguments, torchrun=False):
-    """Exit code, and how each case ended by name."""
-    start = [sys.executable, "-m"]
-    if torchrun:
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [*start, "experiments.distributed", "--out", str(out), "--device", "cpu", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    """Exit code, and how each case ended by name. What starts the ranks is a fork, which imports no torch anew."""
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"] if torchrun else []
+    command = ["-m", *start, "experiments.distributed", "--out", str(out), "--device", "cpu", *arguments]
+    done = forks.python(*command, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=3600)
     rows = read(out / "data" / "distributed.csv")
     found = {
         row.method: row.metric.removeprefix("status: ") for row in rows if row.metric.startswith("status: ")
