@@ -28,6 +28,8 @@ MODULES = {
     "ao_lab": ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ao_lab", "fast"],
     "transformers": ["torch", "compressed_tensors", "transformers.models.llama.modeling_llama"],
     "interpreter": [
+        "torch._dynamo",  # with Numba a second of most programs
+        "numba",
         "ao_lab.testing.strategies",
         "tests.emulator.ptx_interpreter",
         "tests.emulator.quick_interpreter",
