@@ -8,6 +8,7 @@ tokens are chosen among those of images by guided logits, and both of its sequen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,8 +165,10 @@ def captured(call: Callable[[], Any], begin: Callable[[], None]) -> Callable[[],
     with recorded(graph):
         outputs = call()
 
-    def replay() -> Any:
-        graph.replay()
-        return outputs
+    return partial(replayed, graph, outputs, call)
 
-    return replay
+
+def replayed(graph: torch.cuda.CUDAGraph, outputs: Any, call: Callable[[], Any]) -> Any:
+    """The outputs of a replay. call: holds the tensors that the graph reads, whose memory would be another's otherwise."""
+    graph.replay()
+    return outputs

@@ -1,10 +1,14 @@
 """Speech to speech: programs are transformers' own, beams those of a search that looks at everything anew."""
 
+import weakref
 from dataclasses import replace
+from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from experiments.ladder import decoding
 from experiments.ladder.rungs import Levers
 from experiments.ladder.seamless import (
     FIRST,
@@ -117,3 +121,22 @@ def test_rungs_compute_the_same(weights):
         name: 2 if name == TOKENS else 1 for name in PROGRAMS
     }
     assert {f"time, {name}" for name in PROGRAMS} <= set(work.values(1.0))
+
+
+def test_a_recorded_call_holds_what_it_reads(monkeypatch):
+    """The inputs of a program are the closure's alone: a graph reads addresses, and holds nothing."""
+
+    class Read:
+        pass
+
+    read = Read()
+    held = weakref.ref(read)
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(decoding, "recorded", MagicMock())
+    replay = decoding.captured(partial(type, read), lambda: None)
+    del read
+    assert held() is not None
+    assert replay() is Read
+    del replay
+    assert held() is None
