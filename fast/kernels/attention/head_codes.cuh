@@ -8,15 +8,6 @@ constexpr u32 NOT_A_NUMBER = 0x7FC00000;
 constexpr float LARGEST = 3.4028234663852886e38f, LEAST_SCALE = 1.1754943508222875e-38f, NEAREST = 12582912.0f;
 constexpr float TARGET = INTEGER ? 127.0f : 448.0f, OVER_TARGET = INTEGER ? 1.0f / 127.0f : 1.0f / 448.0f;
 
-// The tokens of a program among all of them: heads of a sequence in turn, as these lie side by side in memory, where a token's bytes
-// of one head are as few as a page of it is read for once.
-struct Part { int pair, block; };
-__device__ __forceinline__ Part part_of(int program, int heads, int blocks, bool in_turn) {
-  if (!in_turn) return {program / blocks, program % blocks};
-  const int row = program / heads;
-  return {row / blocks * heads + program % heads, row % blocks};
-}
-
 // Sixteen bytes of global memory that nothing writes to, zeros where `there` is false: without a branch, behind which a warp's
 // shuffles would be checked one by one.
 __device__ __forceinline__ uint4 read_eight(const void* x, bool there) {

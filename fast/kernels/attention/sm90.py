@@ -35,7 +35,6 @@ TOGETHER = 24 << 20
 class Variant(NamedTuple):
     """stages: of the ring of keys and values. units: of queries that lie in shared memory, a power of two: where there is one,
     no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
-    early: whether it begins while the launch in front ends; where codes are made inside it always does.
 
     heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
     the whole of attention: what these do not take is made by Triton's kernels.
@@ -45,7 +44,6 @@ class Variant(NamedTuple):
     units: int = 1
     inside: bool = False
     heads: bool = False
-    early: bool = False
 
     @property
     def cluster(self) -> int:
@@ -81,8 +79,8 @@ class Problem(NamedTuple):
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
-        "CAUSAL": int(problem.causal), "INSIDE": int(variant.inside), "EARLY": int(variant.early), "Q_STAGES": variant.units,
-        "ROTATE": int(problem.rotate), "INTEGER": int(problem.element == "int8"), "BF16": int(problem.out == "bfloat16"),
+        "CAUSAL": int(problem.causal), "INSIDE": int(variant.inside), "Q_STAGES": variant.units, "ROTATE": int(problem.rotate),
+        "INTEGER": int(problem.element == "int8"), "BF16": int(problem.out == "bfloat16"),
     }  # fmt: skip
 
 
@@ -134,7 +132,7 @@ KERNEL = Kernel(
 )
 
 
-#: The same, which may begin while the launch in front ends; where codes are made inside, never that which made the queries.
+#: The same, which may begin while the launch in front ends: that of keys and values, never that which made the queries.
 EARLY = replace(KERNEL, programmatic=True)
 #: What serves where nothing else is asked for.
 SERVED = Variant(units=2, heads=True)
@@ -225,7 +223,7 @@ def _launch(
 
 
 def _kernel(variant: Variant) -> Kernel:
-    return EARLY if variant.inside or variant.early else KERNEL
+    return EARLY if variant.inside else KERNEL
 
 
 __all__ = ["EARLY", "KERNEL", "SERVED", "Problem", "Variant", "attended", "refusal", "takes_queries", "unfit"]

@@ -19,8 +19,6 @@
 // nothing is to be multiplied before. So queries are read once, and written to shared memory alone. The launch may then begin while
 // that of keys and values ends, for which it waits before it reads these: queries are older.
 //
-// EARLY: the launch begins while that of all codes ends, for which all of its threads wait once barriers and ones are there.
-//
 // Included are the generated header, `hopper/copies.cuh` and `head_codes.cuh`.
 
 typedef unsigned int u32;
@@ -581,7 +579,6 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attenti
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_cluster();
-  if (EARLY && !INSIDE) asm volatile("griddepcontrol.wait;" ::: "memory");
   if (role == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHERS));
 #if INSIDE

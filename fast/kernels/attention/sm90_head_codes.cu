@@ -193,12 +193,11 @@ __device__ __forceinline__ void code_queries(const Problem& p, int pair, int blo
 
 extern "C" __global__ __launch_bounds__(THREADS, 2) void sm90_head_codes(const __grid_constant__ Problem p) {
   extern __shared__ float memory[];
-  const int rest = int(blockIdx.x) - 2 * p.pairs * p.blocks;
-  const Part query = part_of(rest, p.query_heads, p.query_blocks, IN_TURN), part = part_of(blockIdx.x / 2, p.heads, p.blocks, IN_TURN);
+  const int unit = blockIdx.x / 2, pair = unit / p.blocks, block = unit % p.blocks, rest = int(blockIdx.x) - 2 * p.pairs * p.blocks;
   if (rest >= 0)
-    code_queries(p, query.pair, query.block);
+    code_queries(p, rest / p.query_blocks, rest % p.query_blocks);
   else if (blockIdx.x % 2 == 0)
-    code_keys(p, part.pair, part.block, memory);
+    code_keys(p, pair, block, memory);
   else
-    code_values(p, part.pair, part.block, memory);
+    code_values(p, pair, block, memory);
 }

@@ -32,44 +32,7 @@ NUMBERS = "f9i9q"
 
 
 class Variant(NamedTuple):
-    """rows: whether a thread of the second launch has a row of queries or keys, instead of sixteen threads.
-
-    early: whether that launch begins while the first one runs. lead: eighths of the queries that rows begin with.
-    in_turn: whether programs that follow each other have the heads of the same tokens, instead of tokens of the same head.
-    """
-
-    rows: bool = False
-    early: bool = False
-    lead: int = 2
-    in_turn: bool = False
-
-    @property
-    def cluster(self) -> int:
-        """Programs of a cluster."""
-        return 1
-
-    @property
-    def source(self) -> str:
-        """File of the second launch."""
-        return "sm90_head_rows.cu" if self.rows else "sm90_head_codes.cu"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a program of the second launch."""
-        return TOKENS if self.rows else THREADS
-
-    @property
-    def shared(self) -> int:
-        """Bytes of its shared memory: a tile of codes and a number of each channel; of rows, of each warp."""
-        return TOKENS * WIDTH + 4 * WIDTH + (2 * TOKENS * WIDTH + 2 * WIDTH + 16) * self.rows
-
-
-class Statistics(NamedTuple):
-    """Of what the first launch has besides its source. early: as in `Variant`."""
-
-    early: bool = False
-    lead: int = 0
-    in_turn: bool = False
+    """Of what launches have besides their sources."""
 
     @property
     def cluster(self) -> int:
@@ -92,11 +55,10 @@ class Problem(NamedTuple):
     center: bool
 
 
-def _defines(variant: Variant | Statistics, problem: Problem) -> dict[str, int]:
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
-        "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "EARLY": int(variant.early),
-        "LEAD": variant.lead, "IN_TURN": int(variant.in_turn),
+        "ROTATE": int(problem.rotate), "CENTER": int(problem.center),
     }  # fmt: skip
 
 
@@ -110,10 +72,8 @@ STATISTICS_KERNEL = Kernel(
     fails_whole=True,
 )
 CODES_KERNEL = replace(STATISTICS_KERNEL, name="sm90_head_codes", programmatic=True)
-#: Bytes of shared memory: two numbers of each channel for each row of threads.
-STATISTICS_SHARED = 2 * 4 * ROWS * WIDTH
-#: What serves.
-SERVED = Variant()
+#: Bytes of shared memory: two numbers of each channel for each row of threads; a number of each channel, then a tile of codes.
+STATISTICS_SHARED, CODES_SHARED = 2 * 4 * ROWS * WIDTH, 4 * WIDTH + TOKENS * WIDTH
 
 
 def refusal(k: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe) -> str | None:
@@ -145,8 +105,8 @@ def quantized(
     """
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
     problem = Problem(recipe.schemes[1].element, FLOAT_NAMES[k.dtype], by_token, recipe.rotate, recipe.center)
-    launches = (STATISTICS_KERNEL, Statistics(SERVED.early)), (CODES_KERNEL, SERVED)
-    if not all(cuda.is_loadable(*one, problem, k.get_device()) for one in launches):
+    kernels = STATISTICS_KERNEL, CODES_KERNEL
+    if not all(cuda.is_loadable(one, Variant(), problem, k.get_device()) for one in kernels):
         return None
     if q is not None and not (
         q.dtype == k.dtype and takes_queries(q) and tokens_of_scale(recipe.schemes[0], WIDTH) == 1
@@ -157,14 +117,13 @@ def quantized(
     pairs, blocks, query_blocks = numbers[9], numbers[5], numbers[8]
     _allocate(call, k, q, parts, by_token)
     query_programs = 0 if q is None else q.shape[0] * q.shape[1] * query_blocks
-    for (kernel, variant), names, programs, shared in zip(
-        launches,
-        (STATISTICS, CODES),
-        (pairs * parts, 2 * pairs * blocks + query_programs),
-        (STATISTICS_SHARED, SERVED.shared),
-        strict=True,
+    for kernel, names, programs, shared in (
+        (STATISTICS_KERNEL, STATISTICS, pairs * parts, STATISTICS_SHARED),
+        (CODES_KERNEL, CODES, 2 * pairs * blocks + query_programs, CODES_SHARED),
     ):
-        call.launch(CudaLaunch(kernel, variant, problem, names, programs, shared, (NUMBERS, numbers)), names)
+        call.launch(
+            CudaLaunch(kernel, Variant(), problem, names, programs, shared, (NUMBERS, numbers)), names
+        )
     mean, *codes = call.result(MADE, None, None)
     queries = (None, None) if q is None else call.result(OF_QUERIES, None, None)
     return Heads(*queries, *codes, mean if recipe.center else None)
@@ -196,13 +155,4 @@ def _allocate(call: Call, k: torch.Tensor, q: torch.Tensor | None, parts: int, b
         call.allocate("q_scale", (*q.shape[:2], padded(q.shape[2])), torch.float32)
 
 
-__all__ = [
-    "CODES_KERNEL",
-    "STATISTICS_KERNEL",
-    "Problem",
-    "Statistics",
-    "Variant",
-    "quantized",
-    "refusal",
-    "unfit",
-]
+__all__ = ["CODES_KERNEL", "STATISTICS_KERNEL", "Problem", "Variant", "quantized", "refusal", "unfit"]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from ao_lab.measure.turns import Call, CudaWatch, Plan, Watch, interleaved, prepare, summary
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
-from fast.kernels.attention import prefill, sm90, sm90_heads
+from fast.kernels.attention import prefill, sm90
 from fast.kernels.attention.quantize_heads import Heads as Codes
 from fast.kernels.attention.quantize_heads import quantize_heads
 from reference.attention import quantized as specified
@@ -41,7 +41,7 @@ from reference.attention.quantized import (
     quantize_operands,
     quantized_attention_error_bound,
 )
-from tests.gpu.attention.prefill_variants import ABLATIONS, VARIANTS, quantization, variants, with_codes
+from tests.gpu.attention.prefill_variants import ABLATIONS, VARIANTS, quantization, variants
 from tests.gpu.harness.lines import differs, say, write_rows
 
 HEADS, KV_HEADS = 32, 8
@@ -58,13 +58,8 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 #: Forms of the kernels in CUDA C++ whose bits are compared.
 FORMS = {
     "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
-    "sm90, in turn": sm90.Variant(units=2, heads=True), "sm90, early": sm90.Variant(units=2, heads=True, early=True),
+    "sm90, served": sm90.SERVED,
     "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
-}  # fmt: skip
-#: What makes codes in those of them that are not made as served.
-CODES = {
-    "sm90, heads": sm90_heads.Variant(), "sm90, in turn": sm90_heads.Variant(in_turn=True),
-    "sm90, early": sm90_heads.Variant(rows=True, early=True, in_turn=True),
 }  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
 STAGES = (4, 2, 3, 5)
@@ -91,8 +86,7 @@ def bits(recipes: list[str], names: list[str] | None = None) -> None:
         for kernel, plan in plans.items():
             if names is not None and kernel not in names:
                 continue
-            codes = CODES.get(kernel, sm90_heads.SERVED)
-            worst, ratio, equal, same = with_codes(codes, _checked, recipe, q, k, v, options, plan)
+            worst, ratio, equal, same = _checked(recipe, q, k, v, options, plan)
             what = f"{kernel} {recipe} D{width} {queries} of {keys} {','.join(given)}"
             say("bits", what, worst, "of the bound", norm=ratio, ok=worst <= 1, codes=equal, repeatable=same)
 

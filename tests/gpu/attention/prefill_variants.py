@@ -10,7 +10,6 @@ change the source: results are wrong, times say what a part costs.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ao_lab.measure.turns import CudaWatch, Plan, Span, Timing, interleaved, prepare, summary
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention.speed import operations, states
-from fast.kernels.attention import prefill, sm90, sm90_heads
+from fast.kernels.attention import prefill, sm90
 from fast.kernels.attention.quantize_heads import quantize_heads
 from fast.kernels.attention.sm90 import Problem, Variant
 from fast.launch import cuda
@@ -43,24 +42,10 @@ VARIANTS = {
     "queries inside, three stages": Variant(3, units=4, inside=True),
     "queries inside, two units": Variant(units=2, inside=True),
 }  # fmt: skip
-#: Forms of all of a call, and of the kernels that make its codes.
+#: Forms of all of a call.
 WHOLE = {
-    "two units": (Variant(units=2), sm90_heads.Variant()),
-    "codes in CUDA C++": (Variant(units=2, heads=True), sm90_heads.Variant()),
-    "heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(in_turn=True)),
-    "early, heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(early=True, in_turn=True)),
-    "rows early": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True)),
-    "rows, heads in turn": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, in_turn=True)),
-    "rows early, in turn": (Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, in_turn=True)),
-    "rows early, in turn, half": (
-        Variant(units=2, heads=True), sm90_heads.Variant(rows=True, early=True, lead=4, in_turn=True)
-    ),
-    "all early, in turn": (
-        Variant(units=2, heads=True, early=True), sm90_heads.Variant(rows=True, early=True, in_turn=True)
-    ),
-    "all early, lanes in turn": (
-        Variant(units=2, heads=True, early=True), sm90_heads.Variant(early=True, in_turn=True)
-    ),
+    "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
+    "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),
@@ -152,10 +137,11 @@ def measure(
     }
     for name, (kernel, variant) in made.items():
         calls[name] = partial(_attended, kernel, heads, q, record, causal, size.tokens, variant)
-    whole = {f"whole, {name}": form for name, form in WHOLE.items()}
-    for name, (variant, codes) in whole.items():
-        options = {"scale": 128**-0.5, "causal": causal, "plan": variant}
-        calls[name] = partial(with_codes, codes, prefill.attention, q, k, v, record, **options)
+    whole = {f"whole, {name}": variant for name, variant in WHOLE.items()}
+    for name, variant in whole.items():
+        calls[name] = partial(
+            prefill.attention, q, k, v, record, scale=128**-0.5, causal=causal, plan=variant
+        )
     expected = calls[PEER]().float().flatten()
     spans: dict[str, Span] = {}
     notes: dict[str, dict[str, Any]] = {}
@@ -164,19 +150,13 @@ def measure(
         print(f"... {size.tokens} {name}", flush=True)
         if name in whole or (name in made and name not in ABLATIONS):
             y = call()
-            first = firsts.setdefault(name in whole and whole[name][0].heads, y)
+            first = firsts.setdefault(name in whole and whole[name].heads, y)
             cosine = torch.nn.functional.cosine_similarity(expected, y.float().flatten(), 0).item()
             same, again = torch.equal(first, y), torch.equal(y, call())
             notes[name] = {"same": same, "again": again, "cosine": round(cosine, 6), "ok": same and again}
         spans[name] = prepare(watch, [call], plan)
     times = {name: summary(one) for name, one in interleaved(watch, spans, plan).items()}
     _lines(size, causal, times, notes)
-
-
-def with_codes(codes: sm90_heads.Variant, call: Any, *given: Any, **options: Any) -> Any:
-    """A call whose codes are made by a form of those kernels."""
-    with mock.patch.object(sm90_heads, "SERVED", codes):
-        return call(*given, **options)
 
 
 def _attended(
@@ -213,19 +193,30 @@ def _lines(
 
 
 def quantization(sizes: list[Size], calls: int = 10) -> None:
-    """What each kernel of quantization takes in the forms of all of a call, by torch's profiler."""
-    for size, form in itertools.product(sizes, WHOLE):
+    """What each kernel of quantization takes in the forms of all of a call, by torch's profiler; and copies of queries, which read
+    and write their bytes: of the view of (B, T, heads, width) that they are, and of the same in one piece."""
+    for size in sizes:
         q, k, v = states(size, HEADS, "cuda")
-        variant, codes = WHOLE[form]
-        call = partial(with_codes, codes, prefill.operands, q, k, v, ATTENTION_RECIPES[RECIPE], None, variant)
-        call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(calls):
-                call()
-            torch.cuda.synchronize()
-        for one in profile.key_averages():
-            what = f"{size.tokens} {form}: {one.key[:40]}"
-            say("quantization", what, one.device_time_total / calls, "us", count=one.count // calls)
+        for form, variant in WHOLE.items():
+            call = partial(prefill.operands, q, k, v, ATTENTION_RECIPES[RECIPE], None, variant)
+            _profiled(f"{size.tokens} {form}", call, calls)
+        whole = q.contiguous()
+        _profiled(f"{size.tokens} copy of the view", q.contiguous, calls)
+        _profiled(f"{size.tokens} copy in one piece", whole.clone, calls)
+
+
+def _profiled(what: str, call: Any, calls: int) -> None:
+    """A line for each kernel of a call."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    for one in profile.key_averages():
+        if one.device_time_total:
+            name = f"{what}: {one.key[:40]}"
+            say("quantization", name, one.device_time_total / calls, "us", count=one.count // calls)
 
 
 def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) -> None:
@@ -239,4 +230,4 @@ def variants(sizes: list[Size], seconds: float, names: list[str] | None = None) 
                 measure(size, causal, tried, seconds / (2 * len(sizes)))
 
 
-__all__ = ["ABLATIONS", "VARIANTS", "WHOLE", "changed", "quantization", "variants", "with_codes"]
+__all__ = ["ABLATIONS", "VARIANTS", "WHOLE", "changed", "quantization", "variants"]

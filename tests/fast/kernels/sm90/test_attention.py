@@ -246,7 +246,7 @@ PROBLEMS = [Problem(element, out, by_token, causal) for element, out, by_token, 
 
 #: Variant and problem; the first is what serves.
 COMPILED = [(sm90.SERVED, PROBLEMS[0]), *((Variant(), one) for one in PROBLEMS),
-            (Variant(units=2), PROBLEMS[0]), (Variant(units=2, early=True), PROBLEMS[0]),
+            (Variant(units=2), PROBLEMS[0]),
             *((Variant(units=4, inside=True), one) for one in PROBLEMS[:3])]  # fmt: skip
 
 
@@ -272,20 +272,6 @@ def test_compiled(variant, problem):
     checked = code.lines[products[7] : products[15]] if once_a_unit else code.lines
     assert not any(line.text.startswith(("STL", "LDL")) for line in checked)
     assert sum(line.text.startswith(("STL", "LDL")) for line in code.lines) <= 6
-
-
-@pytest.mark.parametrize("problem", [PROBLEMS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in PROBLEMS[1:])],
-                         ids=str)  # fmt: skip
-def test_nothing_is_read_or_written_before_the_launch_in_front_has_ended(problem):
-    """By a kernel that begins early; and one that does not has nothing to wait for."""
-    require_nvrtc()
-    variants = (Variant(units=2, early=True), Variant(units=2))
-    early, other = (KERNEL.compiled(one, problem, ptx=True)[0].decode() for one in variants)
-    assert "griddepcontrol" not in other
-    before, after = early.split("griddepcontrol.wait")
-    outside = re.compile(r"(ld|st)\.global|cp\.async\.bulk")
-    assert not outside.search(before)
-    assert outside.search(after)
 
 
 @pytest.mark.nightly

@@ -1,15 +1,13 @@
 """`sm90_heads` in the emulator: codes and scales of keys and values bit for bit those of the reference under the mean key that
 was found, which is near the exact one; planted faults; what is compiled, and what is taken."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
 
 from fast.kernels.attention import prefill, sm90, sm90_heads
 from fast.kernels.attention.quantize_heads import Heads
-from fast.kernels.attention.sm90_heads import Problem, Statistics, Variant
+from fast.kernels.attention.sm90_heads import Problem, Variant
 from reference.attention.quantized import (
     ATTENTION_RECIPES,
     AttentionRecipe,
@@ -21,8 +19,6 @@ from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled
 from tests.fast.kernels.sm90.products import require_nvrtc
 
-ROWS = Variant(rows=True, early=True, in_turn=True)
-FORMS = (ROWS, Variant(in_turn=True))
 #: Recipe, sequences, heads, tokens, dtype.
 CASES = {
     "a tile": ("int8_block", 1, 1, 60, torch.bfloat16),
@@ -52,14 +48,13 @@ def states(name):
     return k, v
 
 
-def made_of(name, change=unchanged, early=True, seed=1, form=ROWS):
+def made_of(name, change=unchanged, early=True, seed=1):
     """What the kernels make of a case."""
     k, v = states(name)
     recipe = attention_recipe_of(CASES[name][0])
-    with mock.patch.object(sm90_heads, "SERVED", form):
-        return StandIn(early=early, seed=seed, change=change, late=True).made(
-            lambda: sm90_heads.quantized(k, v, recipe), k, v
-        )
+    return StandIn(early=early, seed=seed, change=change, late=True).made(
+        lambda: sm90_heads.quantized(k, v, recipe), k, v
+    )
 
 
 def is_reference(name, made):
@@ -79,10 +74,9 @@ def is_reference(name, made):
 
 
 @pytest.mark.parametrize("name", at_night(CASES, *list(CASES)[1:]))
-@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.nightly)], ids=str)
-def test_codes(name, form):
+def test_codes(name):
     require_nvrtc()
-    made = made_of(name, form=form)
+    made = made_of(name)
     k, v = states(name)
     assert (made.q, made.q_scale) == (None, None)
     assert is_reference(name, made)
@@ -104,8 +98,7 @@ QUERIES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", QUERIES)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_codes_of_queries(name, form):
+def test_codes_of_queries(name):
     """Beside those of keys; zeros and least scales beyond the tokens."""
     require_nvrtc()
     recipe, heads, key_heads, queries, keys = QUERIES[name]
@@ -113,8 +106,7 @@ def test_codes_of_queries(name, form):
     q = torch.randn((heads[0], queries, heads[1], 128), generator=draw).half().transpose(1, 2)
     k = torch.randn((*key_heads, keys, 128), generator=draw).half()
     call = lambda: sm90_heads.quantized(k, k, ATTENTION_RECIPES[recipe], q)  # noqa: E731
-    with mock.patch.object(sm90_heads, "SERVED", form):
-        made = StandIn(seed=1).made(call, k, q)
+    made = StandIn(seed=1).made(call, k, q)
     expected = quantize_operands(q, k, k, recipe, mean=made.mean)
     np.testing.assert_array_equal(expected.q.codes, made.q[:, :, :queries])
     np.testing.assert_array_equal(expected.q.scale[..., 0], made.q_scale[:, :, :queries])
@@ -126,20 +118,16 @@ def test_codes_of_queries(name, form):
 #: A piece of the sources and what takes its place.
 FAULTS = {
     "the last token is a part's": ("min(p.tokens, (part + 1) * p.each)", "min(p.tokens, (part + 1) * p.each - 1)"),
-    "a part's sums are left out": ("first + i < parts);", "first + i < parts - 1);"),
-    "the mean of the next channels": ("mean + EACH * c,", "mean + (EACH * c ^ 8),"),
-    "tokens that are not there get the mean": ("there ? 1.0f : 0.0f", "there ? 1.0f : 1.0f"),
+    "a part's sums are left out": ("part < parts; part += THREADS", "part < parts - 1; part += THREADS"),
+    "the mean of the next channels": ("memory[lane * EACH + i];\n    // Signs", "memory[(lane * EACH + i) ^ 8];\n    // Signs"),
+    "tokens that are not there get the mean": ("< p.tokens ? 1.0f : 0.0f);", "< p.tokens ? 1.0f : 1.0f);"),
     "a block's scale is a warp's": ("for (int i = 0; i < WARPS; i++) most", "for (int i = 0; i < 0; i++) most"),
-    "tokens of values in their own order": ("token + j / 2 * 8 + j % 2", "token + j"),
+    "tokens of values in their own order": ("quad % 4 * 2 + j / 2 * 8 + j % 2", "quad % 4 * 4 + j"),
     "codes of values are turned by another word": ("(quad ^ 2 * lane)", "(quad ^ lane)"),
     "halves of four words are not exchanged": ("turned % 2 ? make", "turned % 2 == 2 ? make"),
     "values have another scale's codes": ("const float by = memory[lane * EACH + j];", "const float by = memory[lane * EACH];"),
-    "the mean is taken twice": ("__fmaf_rn(-there, mean[i], x[i])", "__fmaf_rn(-2.0f * there, mean[i], x[i])"),
-    "rows are read before they are there": ('asm volatile("cp.async.wait_group 0;" ::: "memory");', ""),
-    "keys do not wait for statistics": ("  wait_for_statistics();\n  if (CENTER)", "  if (CENTER)"),
-    "differences the other way round": ("__fsub_rn(left, right)", "__fsub_rn(right, left)"),
-    "another channel is negated": ("0xD7E8", "0xD7E9"),
-    "codes leave from another place than they went to": ("place_of(tile, row, lane % 8)", "place_of(tile, row, lane % 8 ^ 1)"),
+    "the mean is taken twice": ("__fmaf_rn(-there, mean[i], v[i])", "__fmaf_rn(-2.0f * there, mean[i], v[i])"),
+    "nothing waits for statistics": ('asm volatile("griddepcontrol.wait;" ::: "memory");', ""),
 }  # fmt: skip
 
 
@@ -170,10 +158,8 @@ PROBLEMS = [Problem("int8", "bfloat16", False, True, True), Problem("int8", "flo
 )
 def test_compiled_without_spills(problem):
     require_nvrtc()
-    for kernel, variant in (
-        (sm90_heads.STATISTICS_KERNEL, Statistics(early=True)), *((sm90_heads.CODES_KERNEL, one) for one in FORMS)
-    ):  # fmt: skip
-        log = compiled(kernel, variant, problem)[1]
+    for kernel in (sm90_heads.STATISTICS_KERNEL, sm90_heads.CODES_KERNEL):
+        log = compiled(kernel, Variant(), problem)[1]
         assert "0 bytes stack frame, 0 bytes spill stores" in log
 
 
