@@ -193,8 +193,8 @@ def _lines(
 
 
 def quantization(sizes: list[Size], calls: int = 10) -> None:
-    """What each kernel of quantization takes in the forms of all of a call, by torch's profiler; and copies of queries, which read
-    and write their bytes: of the view of (B, T, heads, width) that they are, and of the same in one piece."""
+    """What each kernel of quantization takes in the forms of all of a call, by torch's profiler; and copies of queries, which
+    read and write their bytes: of the view of (B, T, heads, width) that they are, and of the same in one piece."""
     for size in sizes:
         q, k, v = states(size, HEADS, "cuda")
         for form, variant in WHOLE.items():
