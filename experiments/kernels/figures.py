@@ -29,8 +29,12 @@ def operation(line: CaseResult) -> str:
     return line.case.split(".")[0]
 
 
-def by_operation(lines: Sequence[CaseResult]) -> Figure:
-    """One line per operation, one marker per kernel at either large shape: the fraction of the copy rate."""
+#: The width of the figure by operation on a phone, in inches.
+NARROW = 4.4
+
+
+def by_operation(lines: Sequence[CaseResult], width: float = 8.6) -> Figure:
+    """One line per operation, one marker per kernel at either large shape: the fraction of the copy rate. width: in inches."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -39,7 +43,7 @@ def by_operation(lines: Sequence[CaseResult]) -> Figure:
     shown = [line for line in lines if line.shape in LARGE and "fraction" in line.values]
     names = list(dict.fromkeys(operation(line) for line in shown))
     with mpl.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=(8.6, 1.2 + 0.3 * max(len(names), 4)))
+        figure, axis = pyplot.subplots(figsize=(width, 1.2 + 0.3 * max(len(names), 4)))
         for position, shape in enumerate(LARGE):
             for missed in (False, True):
                 mine = [line for line in shown if line.shape == shape and bool(line.missed) == missed]
@@ -52,7 +56,7 @@ def by_operation(lines: Sequence[CaseResult]) -> Figure:
         axis.set_xlim(left=0)
         axis.set_xlabel("memory-bandwidth utilisation")
         if names:
-            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
+            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1 if width <= NARROW else 2)
         figure.tight_layout()
     pyplot.close(figure)
     return figure

@@ -8,7 +8,7 @@ from statistics import median
 
 from experiments.harness.rows import Row
 from experiments.kernels.baselines import BASELINES
-from experiments.kernels.figures import by_operation, operation, roofline
+from experiments.kernels.figures import NARROW, by_operation, operation, roofline
 from experiments.kernels.operations import LARGE, SMALL
 from experiments.kernels.results import BaselineResult, CaseResult, results_of, slower_words, summary
 from experiments.kernels.results import kernel_state as kernel_state
@@ -158,7 +158,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     for where, lines in runs.items():
         ending = "" if len(runs) == 1 else f"-{slug(where)}"
         drawings = [
-            Drawing(f"kernels-operations{ending}", OPERATIONS, by_operation(lines)),
+            Drawing(
+                f"kernels-operations{ending}", OPERATIONS, by_operation(lines), by_operation(lines, NARROW)
+            ),
             Drawing(f"kernels-roofline{ending}", CAPTION, roofline(lines)),
         ]
         paragraphs = [summary(lines), *missed_paragraphs(lines), *TEXT]
