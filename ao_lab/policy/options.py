@@ -182,8 +182,11 @@ def _timed(sample: TrainingSample, recipe: Recipe, limits: Limits) -> dict[str, 
     one = replace(sample, recipe=recipe, steps=steps(recipe))
     table, found = choices_for(sample.x.device), {}
     for choice in choices_of(one.of_rows(sample.x.shape[0]), limits):
-        table.add(choice)
-        if choice.problem.direction == "training":
+        if choice.problem.direction != "training":
+            table.add(
+                choice
+            )  # the policy says which products are dense: what `tune` would choose cuts no recipe
+        else:
             found = {c.kernel: c.seconds for c in choice.candidates if c.seconds is not None}
     return found
 

@@ -36,7 +36,7 @@ from reference.quantize.stored import Quantized
 from reference.schemes.schemes import Scheme
 
 #: Elements of a piece, at least and at most; of a warp; ids in flight, and where fewer than these are left of a bag.
-SHORTEST, LONGEST, WARP, TOGETHER, FEW = 16, 128, 1024, 2, 2
+SHORTEST, LONGEST, WARP, TOGETHER, FEW = 16, 128, 512, 4, 2
 #: Scales from here on may overflow with a code of 8 bits.
 LARGE = tl.constexpr(2.0**119)
 OUTSIDE = "embedding_bag: an id is outside of its table; map unknown ids to a row of their own"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ao_lab
+from ao_lab.gemm.choices import choices_for
 from ao_lab.policy.api import Policy, apply_policy_, confirmed, dispatch_, least_time, loka, uniform
 from ao_lab.policy.options import LayerOptions, Option, layer_samples, measured_times
 from ao_lab.training.layers import LowPrecisionLinear
@@ -185,7 +186,12 @@ def test_samples_are_of_each_layer_and_leave_the_model(report):
     assert all(one.g is not None for one in samples.values())
     assert not any(isinstance(module, LowPrecisionLinear) for module in model)
     assert all(p.grad is None for p in model.parameters())
+    table = choices_for(torch.device("cpu"))
+    table.clear()
     found = measured_times(model, X, [recipe_of("rowwise")], ["0"], "eager")
+    # Functions for products are chosen, but not which products of a recipe are dense: a uniform policy has all of them.
+    assert {one.problem.direction for one in table} == {"output", "input_grad", "weight_grad"}
+    table.clear()
     assert {subset for _, subset in found["0"]} >= {"output+input_grad+weight_grad"}
 
 

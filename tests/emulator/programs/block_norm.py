@@ -13,7 +13,7 @@ from tests.support.block_norm import CASES, operands
 
 
 def main(few: str = "") -> None:
-    """Each case, a program a tile; and by one program that makes all tiles, of 64 rows."""
+    """Each case, by one program that makes all tiles; and a program a tile, of 64 rows."""
     host.MULTIPROCESSORS = 1
     for case in CASES[1:2] if few else CASES:
         _, activation, scheme, dtype, _ = case
@@ -22,7 +22,7 @@ def main(few: str = "") -> None:
             x, w, gain, bias=bias, activation=activation, scheme=scheme or None, dtype=dtype
         )
         wanted = [expected.codes, expected.scale] if scheme else [expected]
-        for variant in (host.USUAL, host.Variant(64, along=2, persistent=1)):
+        for variant in (host.USUAL, host.Variant(64, along=2)):
             found = host.linear_block_norm(
                 x,
                 w,

@@ -27,27 +27,28 @@ def test_bits_of_every_case_in_the_interpreter():
     assert len(lines_of("block_norm")) == len(CASES)
 
 
-def call(scheme, m=256, n=512, k=512):
+def call(scheme, variant=host.USUAL, m=256, n=512, k=512):
     row = SCHEMES["fp8_rowwise"]
     sides = [
         Quantized(torch.empty((rows, k), dtype=torch.uint8), torch.empty((rows, 1)), None, None, (rows, k), 1, row)
         for rows in (m, n)
     ]  # fmt: skip
-    return lambda: host.linear_block_norm(*sides, torch.empty(n), None, 1e-6, True, scheme, torch.bfloat16)
+    given = *sides, torch.empty(n), None, 1e-6, True, scheme, torch.bfloat16, True, variant
+    return lambda: host.linear_block_norm(*given)
 
 
 def test_the_epilogue_stays_in_registers():
     """Products of 8-bit floats by descriptors, nothing spilled; sums and maxima of a row between four lanes: two exchanges each
     and row of a thread; codes by the conversion of two, results in words of 16 bytes."""
-    for scheme, (code,) in zip(
-        ("", host.SCHEME_NAME), launched_together([call(""), call(host.SCHEME_NAME)]), strict=True
-    ):
+    asked = [(scheme, one) for one in (host.Variant(), host.USUAL) for scheme in ("", host.SCHEME_NAME)]
+    for (scheme, one), (code,) in zip(asked, launched_together([call(*each) for each in asked]), strict=True):
         assert (code.local, code.stack) == (0, 0)
         assert code.named("QGMMA") >= 4
-        assert code.named("SHFL") == (12 if scheme else 4)
         assert set(code.accesses("STG")) == ({16, 4} if scheme else {16})
-        if scheme:
-            assert code.named("F2FP") == host.USUAL.rows * host.BLOCK // (32 * host.USUAL.warps * 2)
+        # Persistent, results change lanes by exchanges too: shared memory has the next tile's operands.
+        if not one.persistent:
+            assert code.named("SHFL") == (12 if scheme else 4)
+            assert not scheme or code.named("F2FP") == one.rows * host.BLOCK // (32 * one.warps * 2)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

@@ -59,7 +59,8 @@ def test_rows_are_read_wide_ahead_and_within_the_time_of_memory():
         assert loads[ahead - 1] < scaled
         branches = [at for at, text in enumerate(code.order) if text.startswith("BRA")]
         moved = host.TOGETHER * (host.WARP // 128) * ROW
-        assert 32 * (branches[1] - branches[0]) / moved <= SLOTS_PER_BYTE / 0.85
+        # The fence behind the loads is a branch too.
+        assert 32 * (branches[2] - branches[0]) / moved <= SLOTS_PER_BYTE / 0.85
 
 
 def test_a_cpu_runs_the_reference_and_programs_an_operator():

@@ -74,8 +74,8 @@ def test_which_shapes_it_is_chosen_for(rows, weight, precise, faster):
 
 def test_whole_waves_of_fast_sums_have_wide_tiles():
     """Precise ones have no registers for them; integers have a rule of their own."""
-    assert tile_of(6144, 8192, 18432, True) == WIDE
-    assert tile_of(6144, 8192, 18432, False).columns == tile_of(6144, 4096, 4608, True).columns == 128
+    assert tile_of(6144, 8192, 18432, True) == tile_of(8192, 1024, 3456, True) == WIDE
+    assert tile_of(6144, 8192, 18432, False).columns == tile_of(4096, 1024, 3456, True).columns == 128
     assert int_tile_of(6144, 8192, 18432) == MANY
 
 

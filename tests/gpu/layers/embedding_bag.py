@@ -91,16 +91,8 @@ def graph_time(calls: list[Callable[[], object]]) -> float:
 
 #: Ids in flight, those of what is left of a bag, elements of a warp; the first is what serves today.
 SWEPT = (
-    (2, 2, 1024),
-    (4, 4, 1024),
-    (4, 2, 1024),
-    (8, 2, 1024),
-    (4, 2, 512),
-    (8, 2, 512),
-    (8, 4, 512),
-    (8, 2, 256),
-    (16, 2, 256),
-)
+    (4, 2, 512), (2, 2, 1024), (4, 4, 1024), (4, 2, 1024), (8, 2, 1024), (8, 2, 512), (8, 4, 512), (8, 2, 256), (16, 2, 256),
+)  # fmt: skip
 
 
 def sweep(batch: int, rows: int) -> None:

@@ -1,6 +1,6 @@
 """On a GPU: where the host's time of a compiled training step goes, of DLRMv2's dense part launched one by one.
 
-    PYTHONPATH=. python tests/gpu/training/step_host.py [--part step products kept] [--methods rowwise] [--steps 30]
+    PYTHONPATH=. python tests/gpu/training/step_host.py [--part step products] [--methods rowwise] [--steps 30]
         [--out FOLDER]
 
 step: milliseconds until the host has launched a step, and until the GPU is done; launches of Triton's and CUDA kernels by
@@ -8,8 +8,7 @@ step: milliseconds until the host has launched a step, and until the GPU is done
 step each; then functions of Python and C by their own time, backward on the calling thread, so that the profiler sees it.
 products: microseconds of the host for the matmuls and casts of a layer, one call at a time with the GPU idle: torch's with a
 scale for a row and for a tensor, in bfloat16, and cuBLASLt called with an algorithm that is kept, whose bits are compared with
-torch's. kept: the step again with that matmul for torch's. A line each, and rows in FOLDER/step_host.csv (else $OUT). About 35
-seconds, 15 of them compilation, and 20 for the last part.
+torch's. A line each, and rows in FOLDER/step_host.csv (else $OUT). About 35 seconds, 15 of them compilation.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import ao_lab
 import fast
-from ao_lab.training import products as products_of_training
 from experiments.loka.dense_speed import WORKLOADS, both, changed
 from fast import dispatch
 from fast.kernels import cublaslt
@@ -79,9 +75,9 @@ def counted(counts: Counter[str]) -> Iterator[None]:
             patch.stop()
 
 
-def step(method: str, steps: int, word: str = "") -> None:
+def step(method: str, steps: int) -> None:
     """Times, counts and the profile of a method's compiled step."""
-    workload, told = WORKLOADS["DLRMv2-DCN"], f"{word}{method}"
+    workload, told = WORKLOADS["DLRMv2-DCN"], method
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -184,46 +180,6 @@ class Kept:
         return y
 
 
-PLANS: dict[tuple[int, int, int, bool], Kept] = {}
-
-
-def kept_product(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fast_sums: bool
-) -> torch.Tensor:
-    """Codes x (M, K) by w (N, K) with a scale a row of each, in bfloat16; the plan of a shape is kept."""
-    pair = (
-        SimpleNamespace(codes=x, scale=x_scale, shape=x.shape),
-        SimpleNamespace(codes=w, scale=w_scale, shape=w.shape),
-    )
-    key = *x.shape, len(w), fast_sums
-    if key not in PLANS:
-        PLANS[key] = Kept(*pair, fast_sums)
-    return PLANS[key](*pair)
-
-
-def kept_step(steps: int) -> None:
-    """`step` of rowwise with that product in place of torch's: what a kept algorithm would save."""
-    library = torch.library.Library("step_host", "DEF")
-    library.define("kept(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, bool fast_sums) -> Tensor")
-    library.impl("kept", kept_product, "CUDA")
-    torch.library.register_fake(
-        "step_host::kept",
-        lambda x, a, w, b, fast_sums: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.bfloat16),
-        lib=library,
-    )
-
-    def run(a: Any, b: Any, record: Any, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.step_host.kept(
-            a.codes, a.scale, b.codes, b.scale, record.accumulation == "fast"
-        )
-        return y if bias is None else y + bias
-
-    usual = products_of_training.PRODUCTS["scaled_mm"]
-    other = replace(usual, run=run)
-    with mock.patch.dict(products_of_training.PRODUCTS, {"scaled_mm": other}):
-        step("rowwise", steps, "algorithms kept, ")
-
-
 def by_torch(x: Any, w: Any) -> torch.Tensor:
     """torch's, whichever scales there are."""
     a, b = (one.codes.view(torch.float8_e4m3fn) for one in (x, w))
@@ -286,7 +242,6 @@ def main() -> int:
     parts: dict[str, Callable[[], object]] = {
         "step": lambda: [step(method, options.steps) for method in options.methods],
         "products": products,
-        "kept": lambda: kept_step(options.steps),
     }
     return run_parts(parts, options.part, "step_host.csv", options.out)
 
