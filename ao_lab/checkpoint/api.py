@@ -31,15 +31,18 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.card_origin import history_of
+from ao_lab.checkpoint.configuration import (
+    OURS,
+    configuration_of,
+    file_of_weights,
+    stem_of,
+    whole_configuration,
+)
 from ao_lab.checkpoint.experts import TARGET, converted, ignored, published
 from ao_lab.checkpoint.export import check_groups, quantization_config
 from ao_lab.checkpoint.formats import quantization_of, records_of, tell
 from ao_lab.checkpoint.io.files import refuse_folders, staged
 from ao_lab.checkpoint.io.shards import (
-    COMMON,
-    OWN,
-    OWN_INDEX,
-    OWN_SINGLE,
     Tensors,
     look_at,
     remove_others,
@@ -49,7 +52,6 @@ from ao_lab.checkpoint.io.shards import (
 from ao_lab.checkpoint.io.strict_json import check_scheme_fields, shown
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
-    NAMED_WEIGHTS,
     QUANTIZATION,
     SETTINGS,
     built,
@@ -239,6 +241,11 @@ def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[S
     if layout == "compressed-tensors":
         raise ValueError(refusal(reasons, is_adaptable(model)))
     return _own(model), reasons or list(stored.inexact if stored is not None else ())
+
+
+def stored_as(model: nn.Module, layout: str) -> Stored:
+    """What a layout holds of a model, which may be on the meta device: then nothing is written, and tensors take no memory."""
+    return _chosen(model, layout, _dtype_of(configuration_of(model)))[0]
 
 
 def obstacles(model: nn.Module) -> list[str]:
@@ -526,72 +533,6 @@ def _memory_of(value: torch.Tensor) -> tuple[Any, ...]:
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
 
 
-METHOD = "ao_lab"
-#: What config.json says of the quantization, beside "weights", the name of the file or the index.
-OURS = {"quant_method": METHOD, "version": 1}
-#: What transformers shows where ao_lab has not been imported.
-REFUSAL = (
-    "these weights are quantized in the layout of ao_lab; run `import ao_lab` before from_pretrained, or load them with "
-    "ao_lab.load_pretrained"
-)
-
-
-def stem_of(quantization: Mapping[str, Any]) -> str:
-    """How the files of weights are called under a description of the quantization."""
-    return OWN if quantization.get("quant_method") == METHOD else COMMON
-
-
-def whole_configuration(
-    config: Mapping[str, Any], quantization: Mapping[str, Any], files: int
-) -> dict[str, Any]:
-    """config.json of a model with this configuration, its weights quantized so and in so many files."""
-    result = {name: value for name, value in config.items() if name not in (NAMED_WEIGHTS, QUANTIZATION)}
-    if stem_of(quantization) == COMMON:
-        return {**result, QUANTIZATION: dict(quantization)}
-    # Other programs than transformers have no use for the sentence.
-    refusal = {NAMED_WEIGHTS: REFUSAL} if "model_type" in result else {}
-    weights = OWN_SINGLE if files == 1 else OWN_INDEX
-    return {**result, **refusal, QUANTIZATION: {**quantization, "weights": weights}}
-
-
-def configuration_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return {}
-    result: dict[str, Any] = config.to_dict()
-    result["architectures"] = [type(model).__name__]
-    result["dtype"] = str(model.dtype).removeprefix("torch.")
-    return {**result, "tie_word_embeddings": False} if is_untied(model) else result
-
-
-def file_of_weights(quantization: Mapping[str, Any], where: str) -> str | None:
-    """The file that a description names; None in folders of earlier versions, which have model.safetensors.
-
-    ValueError for another version of the layout, and for another file.
-    """
-    if quantization.get("version") != OURS["version"]:
-        raise ValueError(
-            f"{where}: version is {OURS['version']}, got {shown(quantization.get('version'))}; install another ao_lab"
-        )
-    name = quantization.get("weights")
-    if name not in (None, OWN_SINGLE, OWN_INDEX):
-        raise ValueError(
-            f"{where}: weights is {OWN_SINGLE} or {OWN_INDEX}, got {shown(name)}; fetch it again"
-        )
-    return name
-
-
-def saved_dtype(folder: Path) -> str | None:
-    """The dtype in which config.json says that a model was; None where it says none."""
-    if not (folder / CONFIG).is_file():
-        return None
-    fields = read_config(folder)
-    name = fields.get("dtype", fields.get("torch_dtype"))
-    return name if isinstance(name, str) else None
-
-
 __all__ = [
-    "METHOD", "OURS", "REFUSAL", "Saved", "check_configuration", "file_of_weights", "load_pretrained", "obstacles",
-    "save_pretrained", "saved_dtype", "write_model",
+    "Saved", "check_configuration", "load_pretrained", "obstacles", "save_pretrained", "stored_as", "write_model",
 ]  # fmt: skip

@@ -112,11 +112,14 @@ def with_own_scales(read: Reading, t: QuantizedTensor) -> Reading:
     """The tensors of a weight, its float32 scales stored in the weight's dtype where that changes no number.
 
     So `cast_scales` rounds them: files have the two bytes a scale that readers keep, and transformers makes experts in the
-    dtype of their scales, which has to be that of the model's products.
+    dtype of their scales, which has to be that of the model's products. Of a weight on the meta device the scheme says it.
     """
     scale = read.tensors["weight_scale"]
+    if scale.dtype != torch.float32:
+        return read
     cast = scale.to(t.dtype)
-    if t.is_meta or scale.dtype != torch.float32 or not torch.equal(cast.to(scale.dtype), scale):
+    fits = t.scheme.scale.compute == "input" if t.is_meta else torch.equal(cast.to(scale.dtype), scale)
+    if not fits:
         return read
     return replace(read, tensors={**read.tensors, "weight_scale": cast})
 

@@ -1,19 +1,22 @@
 """Sizes of quantized weights and models, from shapes alone: on the meta device as well, and before anything is quantized.
 
 A size is that of the stored tensors (codes, scales of both levels, zero points), the bytes that `save_pretrained` writes for a
-weight, and what it takes in memory.
+weight, and what it takes in memory. What `save_pretrained` would write of a whole model, layout and bytes, `written_as` says.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.api import stored_as
 from ao_lab.checkpoint.export import export_of
 from ao_lab.checkpoint.io.shards import Specs
+from ao_lab.checkpoint.plain_readers import reading
 from ao_lab.checkpoint.records import own_specs
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe, named
@@ -175,4 +178,47 @@ def _dense(t: torch.Tensor) -> Size:
     return Size(t.nbytes)
 
 
-__all__ = ["LayerSize", "ModelSize", "Size", "model_size", "weight_size"]
+@dataclass(frozen=True)
+class Written:
+    """What `save_pretrained` would write of a model: the layout, and the bytes of the files' tensors, without their headers."""
+
+    layout: str
+    bytes: int
+
+
+def written_as(model: nn.Module, layout: str = "auto") -> Written:
+    """What `save_pretrained(model, layout=...)` would write, without writing: no tensor is copied; values are looked at where
+    they decide the layout, a weight at a time, until one does.
+
+    A model without quantized weights is its own tensors, layout "". ValueError as `save_pretrained` raises for
+    layout="compressed-tensors".
+    """
+    quantized = [one for one in model.parameters() if isinstance(one, QuantizedTensor)]
+    if layout == "auto" and not all(map(_is_read, quantized)):
+        layout = "ao_lab"
+    stored = stored_as(without_values(model), layout if quantized else "ao_lab")
+    size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    return Written(stored.config["quant_method"] if quantized else "", size)
+
+
+def _is_read(weight: QuantizedTensor) -> bool:
+    """Whether plain readers compute a weight of a layer as it is; batched experts are looked at without values."""
+    if weight.dim() != 2 or weight.is_meta:
+        return True
+    try:
+        return reading(weight.plain).exact
+    except ValueError:
+        return False
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, quantized as it is, which takes no memory; tensors that modules share are one there too."""
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = tensor.detach().to("meta")
+        held = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if held else empty
+    return copy.deepcopy(model, memo)
+
+
+__all__ = ["LayerSize", "ModelSize", "Size", "Written", "model_size", "weight_size", "written_as"]

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.calibration import Calibration
 from ao_lab.cli.layout import (
-    COMPRESSED,
-    OWN,
     SelectedLayout,
     SkippedLayers,
     check_layers,
@@ -26,6 +24,7 @@ from ao_lab.cli.terminal import (
     short_number,
     track_progress,
 )
+from ao_lab.measure.comparison import COMPRESSED, OWN
 
 if TYPE_CHECKING:
     from ao_lab.choose.budgets import Budget

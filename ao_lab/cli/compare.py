@@ -158,6 +158,7 @@ def run(
             model_dir,
             written,
             changes=changes,
+            layout=layout,
             device=device,
             out=out,
             progress=lambda what, done, total: work.at(done, what, total),

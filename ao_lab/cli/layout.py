@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.terminal import WrongInput, console
+from ao_lab.measure.comparison import COMPRESSED, OWN, READERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,12 +28,7 @@ if TYPE_CHECKING:
     from ao_lab.transforms.plan import Progress
 
 
-COMPRESSED, OWN = "compressed-tensors", "ao_lab"
 ASK = "give --layout ao_lab, a layout that transformers loads after `import ao_lab`"
-READERS = {
-    COMPRESSED: "loads in transformers (with compressed-tensors installed) and in vLLM, without ao_lab",
-    OWN: "loads with ao_lab.load_pretrained, and in transformers after `import ao_lab`; transformers alone refuses it",
-}
 #: How many layers are named, and how many --skip options are proposed.
 MOST = 3
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ao_lab.checkpoint.api import configuration_of
+from ao_lab.checkpoint.configuration import configuration_of
 from ao_lab.checkpoint.io.files import staged
 from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
 from ao_lab.clients.integers import block_size, by_block, check_integers, nibbles, scales_of, signed_codes

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.methods import ordered
+from ao_lab.checkpoint.api import LAYOUTS
 from ao_lab.checkpoint.io.files import write_text
-from ao_lab.checkpoint.size import model_size
+from ao_lab.checkpoint.size import Written, written_as
 from ao_lab.eval import (
     NAMED,
     Harness,
@@ -41,7 +42,9 @@ from ao_lab.measure.configurations import (
     USUAL,
     Given,
     check_calibration,
+    check_same_model,
     configurations,
+    files_of,
     made_from,
     observes,
     reasons_of,
@@ -73,6 +76,7 @@ from ao_lab.measure.times import FAILED, OK, differing, speedup_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
+from reference.arrays.namespace import choice
 
 #: Called with what is under way, and how many configurations are done of how many.
 Progress = Callable[[str, int, int], None]
@@ -110,6 +114,7 @@ def compare(
     progress: Progress = lambda what, done, total: None,
     changes: Mapping[str, str] | None = None,
     tolerance: float = TOLERANCE,
+    layout: str = "auto",
 ) -> Comparison:
     """Quantize copies of a causal language model by each configuration, and measure them beside the model itself.
 
@@ -122,13 +127,14 @@ def compare(
     each. out: a folder for comparison.json, after each configuration and its losses, so that the same call goes on where one
     was stopped; and for the table and the picture (extra `[plot]`). progress: called with a name, configurations done, and of
     how many. changes: by the name of a row, in what its configuration differs from what the name says; told below the table.
-    tolerance: how many percent of perplexity the configuration that is called best may lose (`Comparison.choice`).
+    tolerance: how many percent of perplexity the configuration that is called best may lose (`Comparison.choice`). layout: that
+    of `save_pretrained`, whose files are counted; of folders it is what they have.
 
     A configuration that cannot be applied, or for which memory does not suffice, has the status "failed" and a reason, and
     the others go on. Holds the model and one quantized copy of it at a time.
 
-    ValueError for what is not there or does not fit, unknown configurations with the nearest names, and a folder `out` with a
-    comparison under other conditions; nothing has been computed then.
+    ValueError for what is not there or does not fit (a folder of another model, too), unknown configurations with the nearest
+    names, and a folder `out` with a comparison under other conditions; nothing has been computed then.
     """
     name, wanted = name_of(model), configurations(configs)
     with wrong_input():
@@ -140,7 +146,9 @@ def compare(
         )
     if not 0 <= tolerance < math.inf:
         raise WrongInput(f"tolerance is a number of percent, 0 or more, got {tolerance!r}")
+    choice(layout, LAYOUTS, "layout")
     check_model_folder(model)
+    check_same_model(model, wanted)
     if new_tokens:
         check_generates(model, PROMPT + new_tokens)
     run = tasks_of(model, tasks, harness or HarnessOptions())
@@ -153,6 +161,7 @@ def compare(
         "token_ids": digest_of([windows.ids, *(batches or ())]),
         "device": describe(where),
         "new_tokens": new_tokens,
+        "layout": layout,
         "methods": [repr(one) for one in asked],
         "calibration": None if data is None else f"{data.name}, {calibration_windows} windows",
         "tasks": None if run is None else told_of(run, limit),
@@ -162,7 +171,7 @@ def compare(
     store = replace(
         Store.of(name, conditions, wanted, None if out is None else Path(out)), tolerance=tolerance
     )
-    work = Work(model, where, windows, asked, batches, new_tokens, run, limit, changes or {})
+    work = Work(model, where, windows, asked, batches, new_tokens, run, limit, changes or {}, layout)
     with on_device(where):
         return work.run(wanted, store, progress)
 
@@ -352,6 +361,7 @@ class Work:
     tasks: Harness | None = None
     examples: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
+    layout: str = "auto"
     say: Callable[[str], None] = field(default=lambda word: None, repr=False)
     store: Store = field(default_factory=lambda: Store("", {}, {}, None))
 
@@ -384,14 +394,14 @@ class Work:
     def row(self, name: str, config: Any, base: Remembered) -> Compared:
         """One configuration; its status where it cannot be applied or run. Errors of the model itself are raised."""
         if name == BASE:
-            return self.measure(name, base.model, base, model_size(base.model).bytes)
+            return self.measure(name, base.model, base, written_as(base.model))
         try:
             self.say("loading" if isinstance(config, Path) else "quantizing")
             started = time.perf_counter()
             model, left = self.quantized(config, base.model)
             seconds = time.perf_counter() - started
-            size = model_size(*((model,) if isinstance(config, Path) else (base.model, config))).bytes
-            row = self.measure(name, model, base, size, seconds)
+            files = files_of(config) if isinstance(config, Path) else written_as(model, self.layout)
+            row = self.measure(name, model, base, files, seconds)
             return replace(row, left=left, changes=self.changes.get(name, ""))
         except Exception as error:
             if not refused(error):
@@ -415,7 +425,7 @@ class Work:
 
     @torch.no_grad()
     def measure(
-        self, name: str, model: nn.Module, base: Remembered, size: int, seconds: float | None = None
+        self, name: str, model: nn.Module, base: Remembered, files: Written, seconds: float | None = None
     ) -> Compared:
         """All numbers of a model."""
         found = self.store.parts.get(name)
@@ -426,8 +436,9 @@ class Work:
         layers = [module.weight for module in model.modules() if is_linear(module)]
         return Compared(
             name,
-            bytes=size,
-            bits_per_parameter=8 * size / sum(one.numel() for one in base.model.parameters()),
+            bytes=files.bytes,
+            layout=files.layout,
+            bits_per_parameter=8 * files.bytes / sum(one.numel() for one in base.model.parameters()),
             seconds=seconds,
             layers=sum(isinstance(one, QuantizedTensor) for one in layers),
             of_layers=len(layers),

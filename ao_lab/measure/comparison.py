@@ -28,16 +28,17 @@ class Compared:
     """One configuration, measured; None is what was not measured.
 
     status: "ok", or "failed", and why (reason). layers, of_layers: linear layers that are quantized, and all of them. bytes:
-    of all weights as they are stored; bits_per_parameter: these over all parameters. loss: nats per token, mean over windows,
-    with its standard error; difference: from the unquantized model on the same windows, with the standard error of the paired
-    difference; differences: of each window. kl: KL divergence from its predictions. A single window has no standard errors.
-    agreement: share of tokens whose likeliest next token is the same. windows: how many these are means over.
-    tokens_per_second: of generate() at batch 1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with
-    this one; speedup: the median of the rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks
-    against it; load: the host's of the last minute then, and its cores. peak_bytes: weights, and what generate() took beside
-    them; None on a CPU for models of less than 100 MB, of which the memory of a process says nothing. seconds: what
-    quantizing took. tasks: numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many
-    linear layers stayed unquantized, by reason. changes: in what the configuration differs from the one that the name says.
+    of all tensors in the files that `save_pretrained` writes; layout: that of the files, "" of the unquantized model;
+    bits_per_parameter: these bytes over all parameters. loss: nats per token, mean over windows, with its standard error;
+    difference: from the unquantized model on the same windows, with the standard error of the paired difference; differences:
+    of each window. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
+    whose likeliest next token is the same. windows: how many these are means over. tokens_per_second: of generate() at batch
+    1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with this one; speedup: the median of the
+    rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; load: the host's of the
+    last minute then, and its cores. peak_bytes: weights as they are in memory, and what generate() took beside them; None on
+    a CPU for models of less than 100 MB, of which the memory of a process says nothing. seconds: what quantizing took. tasks:
+    numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed
+    unquantized, by reason. changes: in what the configuration differs from the one that the name says.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Compared:
     layers: int | None = None
     of_layers: int | None = None
     bytes: int | None = None
+    layout: str = ""
     bits_per_parameter: float | None = None
     loss: float | None = None
     loss_stderr: float | None = None
@@ -101,9 +103,15 @@ def worst(row: Compared) -> float:
     return math.inf if interval is None or math.isnan(interval[1]) else interval[1]
 
 
+#: The two layouts of `save_pretrained`, and who reads each.
+COMPRESSED, OWN = "compressed-tensors", "ao_lab"
+READERS = {
+    COMPRESSED: "loads in transformers (with compressed-tensors installed) and in vLLM, without ao_lab",
+    OWN: "loads with ao_lab.load_pretrained, and in transformers after `import ao_lab`; transformers alone refuses it",
+}
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
-    "configuration", "layers", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
+    "configuration", "layers", "layout", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
     "baseline tokens/s", "speedup", "peak MB",
 )  # fmt: skip
 #: Those of the two tables of a terminal, and how long a name is there.
@@ -139,6 +147,7 @@ class Comparison:
         ]  # fmt: skip
         found, why = self.choice
         best = {"name": None if found is None else found.name, "reason": why}
+        best |= {"layout": None if found is None else found.layout, "readable": self.readable}
         told = {"model": self.model, "conditions": dict(self.conditions), "tolerance": self.tolerance}
         return {**told, "rows": rows, "best": best}
 
@@ -206,8 +215,18 @@ class Comparison:
         the upper end of the 95% interval of the paired difference, so that a wide interval is no merit; where there is none,
         that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named.
         """
-        known = [one for one in self.rows[1:] if math.isfinite(worst(one))]
-        windows = min((one.windows or 0 for one in self.rows[1:] if one.difference is not None), default=None)
+        return self._best_of(self.rows[1:])
+
+    @property
+    def readable(self) -> str | None:
+        """The name of the best row among those that transformers and vLLM load without this library; None where none is."""
+        found, _ = self._best_of([row for row in self.rows[1:] if row.layout == COMPRESSED])
+        return None if found is None else found.name
+
+    def _best_of(self, rows: Sequence[Compared]) -> tuple[Compared | None, str]:
+        """`choice` among some rows."""
+        known = [one for one in rows if math.isfinite(worst(one))]
+        windows = min((one.windows or 0 for one in rows if one.difference is not None), default=None)
         if windows is None:
             return None, ""
         if windows < ENOUGH:
@@ -225,15 +244,29 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """`choice` as a line, with the bound of its loss; "" where nothing was measured."""
+        """`choice` as a line, with the bound of its loss and who reads it; "" where nothing was measured."""
         found, why = self.choice
         if found is None:
             return f"Best: {why}." if why else ""
         loss = rounded(found.difference, found.half_difference, sign=True)
-        return (
+        told = (
             f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, at most "
             f"{worst(found):+.2g}."
         )
+        return f"{told} {self._of_readers(found)}".rstrip()
+
+    def _of_readers(self, found: Compared) -> str:
+        """Who reads the best row, where not every client does; and the best of those that they read."""
+        if found.layout in ("", COMPRESSED):
+            return ""
+        who = READERS.get(found.layout, "loads where that layout is read")
+        other = next((row for row in self.rows if row.name == self.readable), None)
+        more = (
+            ""
+            if other is None
+            else f" Of those that vLLM loads: {other.name}, {(other.bytes or 0) / 1e6:.3g} MB."
+        )
+        return f"Its layout is {found.layout}: {who}.{more}"
 
     @property
     def notes(self) -> list[str]:
@@ -247,10 +280,11 @@ class Comparison:
             *filter(None, [self.best]),
             *failed,
             *self.changed(),
+            *self.layouts(),
             *self.left(),
             f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}. loss change: nats per "
             f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
-            "unquantized model's. MB: 10^6 bytes.",
+            "unquantized model's. MB: of the files that ao-lab quantize writes, 10^6 bytes.",
             *self._of_tasks(),
             *self._of_speed(),
             *self._of_methods(),
@@ -281,9 +315,9 @@ class Comparison:
             return []
         peak = any(row.peak_bytes is not None for row in self.rows)
         return [
-            "bits/param: stored bits over all parameters, embeddings too. tokens/s: generate(), batch 1, "
+            "bits/param: bits of the files over all parameters, embeddings too. tokens/s: generate(), batch 1, "
             f"{new} new tokens, not compiled; speedup: over the unquantized model, timed in turn."
-            + " peak MB: weights and what generate() took."
+            + " peak MB: weights as they are in memory, and what generate() took."
             * peak
         ]
 
@@ -297,8 +331,16 @@ class Comparison:
         what = "; ".join(f"{', '.join(names)}: {one}" for one, names in made.items())
         reasons = _grouped((name, why or what) for name, what, why in parts)
         return [
-            f"As ao-lab quantize writes them for transformers and vLLM (--layout ao_lab: unchanged){': ' * bool(what)}{what}.",
+            f"As ao-lab quantize writes them (--layout ao_lab: unchanged){': ' * bool(what)}{what}.",
             *(f"Because {why}: {', '.join(dict.fromkeys(names))}." for why, names in reasons.items()),
+        ]
+
+    def layouts(self) -> list[str]:
+        """Who loads the files of which configurations."""
+        by = _grouped((row.name, row.layout) for row in self.rows if row.layout)
+        return [
+            f"Layout {one}, {READERS.get(one, 'of another program')}: {', '.join(names)}."
+            for one, names in by.items()
         ]
 
     def left(self) -> list[str]:
@@ -388,6 +430,7 @@ def _cells(row: Compared) -> list[str]:
     return [
         row.name,
         _text("{}/{}", row.layers, row.of_layers),
+        row.layout or "-",
         "-" if row.bytes is None else digits(row.bytes / 1e6),
         _text("{:.2f}", row.bits_per_parameter),
         _text("{:.4g}", row.perplexity),

@@ -9,11 +9,17 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from ao_lab.checkpoint.io.shards import has_weights, look_at
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.model_builder import read_config
+from ao_lab.checkpoint.size import Written
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
 from ao_lab.config.recipe import named
 from ao_lab.install.extras import WrongInput, wrong_input
-from ao_lab.measure.evaluate import fingerprint
-from ao_lab.measure.folders import check_folder
+from ao_lab.measure.evaluate import fingerprint, name_of
+from ao_lab.measure.folders import as_fields, check_folder, fields_of
 from ao_lab.transforms.plan import PYTHON_ADVICE
 from reference import SCHEMES, Scheme
 from reference.arrays.namespace import lookup
@@ -81,6 +87,42 @@ def label_of(one: Given) -> str:
 def default_of(one: Field[Any]) -> Any:
     """The default of a field of a dataclass."""
     return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+#: Fields of a configuration that say how large a model's weights are, in the words of Llama and of GPT-2.
+SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "n_embd", "n_layer", "n_head", "n_inner",
+)  # fmt: skip
+
+
+def check_same_model(model: str | Path | nn.Module, wanted: Mapping[str, Any]) -> None:
+    """WrongInput for a folder among configurations whose config.json describes another model than the one that is measured."""
+    own = sizes_of(fields_of(model))
+    for folder in (one for one in wanted.values() if isinstance(one, Path)):
+        other = sizes_of(read_config(folder))
+        if differ := [name for name in own if name in other and other[name] != own[name]]:
+            name = differ[0]
+            there, here = shown(other[name]), shown(own[name])
+            raise WrongInput(
+                f"{folder} is no version of {name_of(model)}: {name} is {there} there and {here} here; "
+                "give a folder that was quantized from this model, or compare the two with ao-lab eval"
+            )
+
+
+def sizes_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of sizes; of a model of several parts, what its text model has."""
+    text = as_fields(fields.get("text_config"))
+    return {name: value for name in SIZES if (value := text.get(name, fields.get(name))) is not None}
+
+
+def files_of(folder: Path) -> Written:
+    """The layout that a folder's config.json names, and the bytes of its tensors."""
+    described = read_config(folder).get("quantization_config")
+    method = described.get("quant_method") if isinstance(described, dict) else None
+    specs = look_at(folder).specs if has_weights(folder) else {}
+    size = sum(spec.bytes for spec in specs.values())
+    return Written(str(method or ""), size or sum(file.stat().st_size for file in folder.glob("*.bin")))
 
 
 def check_calibration(methods: Sequence[Any], calibration: object, wanted: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ao_lab import calibration as calibration  # registers configurations with static scales
-from ao_lab.checkpoint.api import METHOD, OURS, file_of_weights
+from ao_lab.checkpoint.configuration import METHOD, OURS, file_of_weights
 from ao_lab.checkpoint.io.strict_json import check_scheme_fields, shown
 from ao_lab.config import granularity
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig, kind_of

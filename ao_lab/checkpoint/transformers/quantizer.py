@@ -26,7 +26,8 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ao_lab.checkpoint.api import METHOD, check_configuration, saved_dtype
+from ao_lab.checkpoint.api import check_configuration
+from ao_lab.checkpoint.configuration import METHOD, saved_dtype
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS

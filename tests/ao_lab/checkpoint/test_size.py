@@ -19,7 +19,7 @@ from ao_lab import (
     weight_size,
 )
 from ao_lab.checkpoint.plain_readers import reading, with_own_scales
-from ao_lab.checkpoint.size import Size
+from ao_lab.checkpoint.size import Size, Written, written_as
 from ao_lab.config.recipe import Recipe, named
 from reference import SCHEMES
 from tests.ao_lab.checkpoint.test_api import FORMATS, LLAMA, OURS
@@ -70,6 +70,8 @@ def test_files_are_as_large_as_computed(tmp_path, scheme, activation, layout):
     dense = (40 * 256 + 48 + 48 + 48 + 48 * 256) * 2
     assert data == weight.bytes + dense
     assert saved.bytes == data + heads
+    # Before anything is written, too.
+    assert written_as(model, layout) == Written(layout, data)
     if layout == "ao_lab":
         assert computed.bytes == data
         assert model_size(model).bytes == data

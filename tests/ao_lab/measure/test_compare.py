@@ -75,7 +75,9 @@ def test_rows_are_what_evaluate_measures(folder, found):
             alone.tasks["agreement"]["kl"],
             alone.tasks["agreement"]["loss_difference"],
         )
-        assert row.bytes == model_size(model).bytes
+    # Of the files: the folder is what save_pretrained wrote of the same configuration.
+    assert (rows["nf4"].layout, rows["nf4"].bytes) == (rows["made"].layout, rows["made"].bytes)
+    assert abs(rows["nf4"].bytes - model_size(model).bytes) < 1000  # buffers that no file holds
     low, high = rows["nf4"].interval
     assert low < rows["nf4"].perplexity < high
     assert rows["unquantized"].bits_per_parameter == pytest.approx(16, rel=1e-3)  # buffers count
@@ -462,7 +464,7 @@ def test_a_sentence_is_said_once_with_its_configurations():
     )
     found = Comparison("m", rows, {"text": "t", "windows": 1, "length": 2, "device": "cpu"})
     first, *why = found.changed()
-    assert first.endswith("vLLM (--layout ao_lab: unchanged): a, b: weights: x in place of y.")
+    assert first.endswith("writes them (--layout ao_lab: unchanged): a, b: weights: x in place of y.")
     assert why == ["Because files are small: a, b.", "Because none reads them: b."]
     assert found.notes[0] == "c, d failed: no room"
 
@@ -541,6 +543,31 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     noise = (0.1, -0.1, 0.2, -0.2, 0.1, -0.1, 0.2, -0.2)
     paired = [replace(rows[4], differences=(0.001,) * 8), replace(rows[2], differences=noise)]
     assert [one.name for one in frontier(Comparison("m", (rows[0], *paired), {}).points())] == ["d"]
+
+
+def test_the_best_names_its_layout_and_the_best_that_every_client_reads():
+    """A layout that transformers alone refuses is no answer for who serves by vLLM."""
+    rows = [Compared("unquantized", bytes=100, loss=2.0, windows=8)]
+    rows += [
+        compared("nf4", 0.001, 0.001, 40, layout="ao_lab"),
+        compared("int4", 0.002, 0.001, 60, layout="compressed-tensors"),
+        compared("int8", 0.000, 0.001, 90, layout="compressed-tensors"),
+    ]
+    found = Comparison("m", tuple(rows), CONDITIONS)
+    assert found.best.startswith("Best: nf4 (")
+    assert found.best.endswith("alone refuses it. Of those that vLLM loads: int4, 6e-05 MB.")
+    assert found.to_dict()["best"]["readable"] == "int4"
+    assert [row[2] for row in found.table()] == ["layout", "-", "ao_lab", *["compressed-tensors"] * 2]
+    assert any(one.startswith("Layout ao_lab, loads with ao_lab.load_pretrained") for one in found.notes)
+    assert "layout" not in Comparison("m", (rows[0], *rows[2:]), CONDITIONS).best
+
+
+def test_a_folder_of_another_model_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "made", tmp_path / "made")
+    fields = json.loads((tmp_path / "made" / "config.json").read_text())
+    (tmp_path / "made" / "config.json").write_text(json.dumps(fields | {"hidden_size": 576}))
+    with pytest.raises(ValueError, match="made is no version of base: hidden_size is 576 there and 128 here"):
+        compare(folder / "base", [tmp_path / "made"], **given(folder))
 
 
 def test_tables_of_a_terminal_have_80_columns():

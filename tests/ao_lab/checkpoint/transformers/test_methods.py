@@ -26,7 +26,7 @@ from ao_lab import (
     save_pretrained,
     sparsify_,
 )
-from ao_lab.checkpoint.api import REFUSAL
+from ao_lab.checkpoint.configuration import REFUSAL
 from ao_lab.checkpoint.transformers.methods import bytes_of, joined
 from ao_lab.transforms.report import names_in
 from tests.support.loops import logits, with_tables

@@ -16,7 +16,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
-from ao_lab.checkpoint.api import REFUSAL
+from ao_lab.checkpoint.configuration import REFUSAL
 from ao_lab.checkpoint.transformers import quantizer
 
 transformers = pytest.importorskip("transformers")
