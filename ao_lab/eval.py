@@ -27,7 +27,7 @@ import lzma
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from ao_lab.install.extras import needed
+from ao_lab.intervals import half_interval, rounded
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 SKIPPED = frozenset({"tests", "benchmarks"})
@@ -173,6 +174,8 @@ def digest(text: str) -> str:
 TASKS = ("perplexity", "accuracy", "agreement", "weights")
 #: Those that need the model's base.
 PAIRED = ("agreement", "weights")
+#: What the name of a number's standard error ends in.
+STDERR = "_stderr"
 Encode = Callable[[str], "Tokens"]
 
 
@@ -378,6 +381,40 @@ def weight_errors(model: nn.Module, base: nn.Module) -> dict[str, float]:
                 before[1] + float(wanted.double().square().sum()),
             )
     return {name: math.sqrt(error / size) if size else 0.0 for name, (error, size) in sums.items()}
+
+
+def changed_beside(model: nn.Module, base: nn.Module) -> list[str]:
+    """Unquantized parameters, biases left out, that are others than the base's, which is cast to their dtype first.
+
+    Where there are any, scales have moved between layers (AWQ, Smooth), the model was rotated, or it was trained: its weights
+    approximate others than the base's.
+    """
+    dense = dict(base.named_parameters(remove_duplicate=False))
+    return [
+        name
+        for name, one in model.named_parameters()
+        if name in dense
+        and not name.endswith("bias")
+        and not isinstance(one, QuantizedTensor)
+        and not isinstance(dense[name], QuantizedTensor)
+        and one.shape == dense[name].shape
+        and not torch.equal(one.detach(), dense[name].detach().to(one.device, one.dtype))
+    ]
+
+
+def told_values(tasks: Mapping[str, Any], windows: int | None) -> Iterator[tuple[str, str, str]]:
+    """Task, name and value of each number as text, rounded to its error, with half of its 95% interval where it has one.
+
+    By Student's t over the windows, or over the examples of a task of lm-evaluation-harness. What is no number is left out.
+    """
+    for task, found in tasks.items():
+        given = found if isinstance(found, Mapping) else {}
+        values = {str(name): value for name, value in given.items() if type(value) in (int, float)}
+        count = windows if task in TASKS else values.get("sample_len")
+        for name, value in values.items():
+            if not name.endswith(STDERR):
+                half = half_interval(values.get(f"{name}{STDERR}"), count if type(count) is int else None)
+                yield str(task), name, str(value) if type(value) is int else rounded(value, half)
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]:

@@ -43,7 +43,9 @@ from ao_lab.checkpoint.plain_readers import grouped
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
+from ao_lab.eval import told_values
 from ao_lab.install.versions import __version__
+from ao_lab.intervals import MEANING
 from ao_lab.kv_cache.static_scales import cache_scheme_of
 from ao_lab.transforms.layers import full_name
 from ao_lab.transforms.low_rank import FACTORS, residual_paths
@@ -151,8 +153,6 @@ LABELS = {
     "base_token_perplexity": "perplexity per token of the base model", "loss": "loss (nats per token)",
     "loss_difference": "loss above the base model's (nats per token)",
 }  # fmt: skip
-#: What the name of a number's standard error ends in.
-ERROR = "_stderr"
 #: The texts that ao_lab measures on, by the beginnings of their names.
 TEXTS = {"sympy-": "Python source code of SymPy, the default of `ao-lab eval`"}
 
@@ -377,23 +377,20 @@ def results_section(results: Mapping[str, Any]) -> str:
         body = "Accuracy was not measured; measure it on your task before you rely on it: `ao-lab eval FOLDER --save`."
     else:
         rows = [["task", "metric", "value"]]
-        for task, numbers in tasks.items():
-            rows += result_rows(str(task), numbers) if isinstance(numbers, dict) else []
+        rows += result_rows(results)
         body = "\n\n".join([table(rows), conditions(results)])
     return f"{BEGIN}\n\n{body}\n\n{END}"
 
 
-def result_rows(task: str, numbers: Mapping[str, Any]) -> list[list[str]]:
-    """Task, metric and value, the standard error beside the value that it is of."""
-    rows = []
-    for name, value in numbers.items():
-        if not isinstance(value, (int, float)) or str(name).endswith(ERROR):
-            continue
-        known = prose(f"relative RMS error of {name}" if task == "weights" else name)
-        error = numbers.get(f"{name}{ERROR}")
-        told = f" ± {error:.2g}" if isinstance(error, (int, float)) else ""
-        rows.append([prose(task), LABELS.get(str(name), known), f"{value:.6g}{told}"])
-    return rows
+def result_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Task, metric and value, as `ao-lab eval` prints them."""
+    count = results.get("windows")
+    lines = told_values(results["tasks"], count if type(count) is int else None)
+    named = (
+        (task, name, prose(f"relative RMS error of {name}" if task == "weights" else name), told)
+        for task, name, told in lines
+    )
+    return [[prose(task), LABELS.get(name, known), told] for task, name, known, told in named]
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -405,13 +402,7 @@ def conditions(results: Mapping[str, Any]) -> str:
     named += [
         f"{name} {prose(results[key])}" for key, name in CONDITIONS.items() if results.get(key) is not None
     ]
-    errors = any(
-        str(name).endswith(ERROR)
-        for one in results["tasks"].values()
-        if isinstance(one, dict)
-        for name in one
-    )
-    end = " ± is one standard error over sequences." if errors else ""
+    end = f" {MEANING} (Student's t)." if any(" ± " in told for *_, told in result_rows(results)) else ""
     return f"Measured by ao-lab eval: {', '.join(named)}.{end}" if named else f"Measured by ao-lab eval.{end}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.cli.terminal import WrongInput, check_device
+from ao_lab.cli.terminal import WrongInput, check_device, say
 
 if TYPE_CHECKING:
     from ao_lab.config.base import Config
@@ -111,6 +111,11 @@ class Calibration:
         length = min(self.length, longest(source))
         windows = windows_of(text, encode, length, self.windows, list(beginning.values()))
         check_vocabulary(model, windows.ids, source)
+        if (count := len(windows.ids)) < self.windows:
+            say(
+                f"the calibration text fills {count} sequences of {length} tokens, {windows.ids.numel():,} tokens, and "
+                f"--windows asks for {self.windows}; methods read these, give a longer text for more"
+            )
         device = self.device or "cpu"
         return [{"input_ids": ids.to(device)} for ids in torch.split(windows.ids, BATCH)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 ASK = "give --layout ao_lab, a layout that transformers loads after `import ao_lab`"
+#: Groups below this one store more for scales than for elements of few bits, and are not proposed.
+SMALLEST_GROUP = 8
 #: How many layers are named, and how many --skip options are proposed.
 MOST = 3
 
@@ -44,6 +46,8 @@ class SelectedLayout:
     reasons: tuple[str, ...] = ()
     #: Under "auto" the configuration as it was given; None where the layout was named.
     given: Config | None = None
+    #: What `for_model` found of layers that its groups do not divide; "" where it divides all.
+    undivided: str = ""
 
     def for_model(self, source: Path, accepts: SkippedLayers) -> SelectedLayout:
         """The layout for the layers of a folder's model that a filter accepts, before a weight is read.
@@ -58,17 +62,18 @@ class SelectedLayout:
         from ao_lab.checkpoint.api import obstacles
         from ao_lab.quantization.api import quantize_
 
-        quantize_(model, self.config, accepts)
+        report = quantize_(model, self.config, accepts)
         accepts.check()
+        plan = replace(self, undivided=undivided_note(report.layers, self.config))
         found = obstacles(model) if self.layout == COMPRESSED else []
         if not found:
-            return self
+            return plan
         kept = ways_out(model, found, [name for name in accepts.skip if name in accepts.met])
         if self.given is None:
             more = f"{kept} leaves these layers unquantized, or " if kept else ""
             raise WrongInput(f"{in_words(found)}; {more}{ASK}")
         more = f"; {kept} leaves these layers unquantized" if kept else ""
-        return self.fallen_back(in_words(found) + more)
+        return plan.fallen_back(in_words(found) + more)
 
     def for_methods(self, methods: Sequence[str]) -> SelectedLayout:
         """The layout for what methods make: residuals have a place in our own alone. WrongInput where the other is named."""
@@ -112,6 +117,21 @@ class SelectedLayout:
             "reasons": list(self.reasons),
             "limits": list(limits),
         }
+
+
+def undivided_note(layers: Sequence[Layer], config: Config) -> str:
+    """How many layers stay dense because the groups of a configuration do not divide them, and the option that changes it."""
+    from ao_lab.quantization.plan import UNDIVIDED, undivided_layers
+
+    linear = {one.name: one for one in layers if one.changed or UNDIVIDED.search(one.reason)}
+    size, told = undivided_layers(
+        {name: (one.shape, "" if one.changed else one.reason) for name, one in linear.items()}
+    )
+    if not told or size < SMALLEST_GROUP:
+        return told
+    has_option = any(one.name == "group_size" for one in fields(config))
+    way = f"--option group_size={size}" if has_option else f"a scheme with groups of {size}"
+    return f"{told}; {way} quantizes all of them"
 
 
 def without_weights(source: Path) -> nn.Module | None:
@@ -323,6 +343,7 @@ class SkippedLayers:
 
     def told(self, layer: Layer) -> str:
         """A report's reason in the words of the command line."""
+        from ao_lab.measure.configurations import PADDING
         from ao_lab.transforms.plan import PYTHON_ADVICE
 
         skipped = self.names(layer.name.rpartition(".")[0])
@@ -330,7 +351,7 @@ class SkippedLayers:
         refused = f"{layer.kind}: {kinds}"
         if skipped:
             refused = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
-        reason = layer.reason.partition(PYTHON_ADVICE)[0]
+        reason = layer.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]
         return reason.replace("accepted by filter_fn", layer.kind).replace("refused by filter_fn", refused)
 
     def check(self) -> None:

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from ao_lab.checkpoint.io.files import leads_out, links_out, resolved, roots
 from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
-from ao_lab.cli.layout import HEAD, SkippedLayers, say, select_layout, select_sparse_layout, sparse_model
+from ao_lab.cli.layout import (
+    HEAD,
+    SkippedLayers,
+    say,
+    select_layout,
+    select_sparse_layout,
+    sparse_model,
+    undivided_note,
+)
 from ao_lab.cli.listings import check_name, config_classes, options_of
 from ao_lab.cli.terminal import (
     WrongInput,
@@ -37,6 +45,7 @@ from ao_lab.cli.terminal import (
     print_table,
     track_progress,
 )
+from ao_lab.cli.terminal import say as say_now
 from ao_lab.install.extras import needed, wrong_input
 from ao_lab.measure.folders import without_model
 from ao_lab.transforms.report import groups
@@ -215,6 +224,8 @@ def run_quantize(
     try:
         if sparsity is None:
             plan = plan.for_model(source, skipped_layers)
+        if plan.undivided and calibrates:
+            say_now(plan.undivided)
         with progress_bar(as_json) as progress:
             model = load(source, plan.config, skipped_layers, progress)
         skipped_layers.check()
@@ -233,6 +244,7 @@ def run_quantize(
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
     told = {**plan.told(saved.limits), "tensors": tensors, "beside": files}
+    told["undivided"] = undivided_note(report.layers, plan.config)
     notes = (*plan.reasons, *plan.changes, *saved.limits)
     write_card(
         target,
@@ -443,6 +455,8 @@ def show(
         print_json({**told, "files": written, **sizes, "layers": rows})
         return
     console().print(summary(report, saved, before))
+    if told["undivided"]:
+        console().print(told["undivided"], markup=False)
     say(told)
     # Of a model that was not pruned two columns would say nothing.
     empty = {"sparsity": "", "storage": "dense"}

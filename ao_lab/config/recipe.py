@@ -237,9 +237,25 @@ def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
 
 
 __all__ = [
-    "ACCUMULATIONS", "KERNELS", "SPARSE_KERNELS", "Recipe", "SparseRecipe", "block_name", "cast_scales",
-    "changed_recipe", "check_sparsity", "integer_scheme", "named", "numerics", "power_of_two_outer", "recipe_of",
-    "registered", "stretched", "undividing", "unstorable_recipe",
+    "ACCUMULATIONS",
+    "KERNELS",
+    "SPARSE_KERNELS",
+    "Recipe",
+    "SparseRecipe",
+    "block_name",
+    "cast_scales",
+    "changed_recipe",
+    "check_sparsity",
+    "integer_scheme",
+    "largest_group",
+    "named",
+    "numerics",
+    "power_of_two_outer",
+    "recipe_of",
+    "registered",
+    "stretched",
+    "undividing",
+    "unstorable_recipe",
 ]  # fmt: skip
 
 
@@ -247,11 +263,17 @@ __all__ = [
 MOST_LENGTHS = 6
 
 
+def largest_group(block: int, lengths: Collection[int]) -> int:
+    """The largest power of two of at most `block` that divides all lengths."""
+    common = gcd(*lengths)
+    return min(common & -common, 1 << block.bit_length() - 1)
+
+
 def undividing(block: int, lengths: Collection[int]) -> str:
     """That groups of `block` divide none of the lengths of layers' inputs, and the largest power of two below it that
     divides all; one scale per row where that is less than 8."""
     common, shown = gcd(*lengths), sorted(lengths)
-    size = min(common & -common, 1 << block.bit_length() - 1)
+    size = largest_group(block, lengths)
     way = f"use group_size={size}" if common % 8 == 0 else "use one scale per row (group_size=-1)"
     more = ", ..." if len(shown) > MOST_LENGTHS else ""
     named = f"{', '.join(map(str, shown[:MOST_LENGTHS]))}{more}"

@@ -20,18 +20,21 @@ from ao_lab.eval import (
     Harness,
     HarnessOptions,
     Text,
+    changed_beside,
     check_text,
     harness_note,
     harness_results,
     measured,
     prepared,
+    quantized_weights,
     results_of,
     text_of,
+    told_values,
     weight_errors,
 )
 from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
-from ao_lab.intervals import MEANING, half_interval, rounded
+from ao_lab.intervals import MEANING
 from ao_lab.measure.folders import (
     check_folder,
     check_language_model,
@@ -81,14 +84,7 @@ class Evaluation:
 
         That is by Student's t over the windows, or over the examples of a task of lm-evaluation-harness.
         """
-        found = []
-        for task, numbers in self.tasks.items():
-            count = self.conditions.get("windows") if task in TASKS else numbers.get("sample_len")
-            for name, value in numbers.items():
-                if not name.endswith("_stderr"):
-                    half = half_interval(numbers.get(f"{name}_stderr"), None if count is None else int(count))
-                    found.append((task, name, f"{value:.6g}" if half is None else rounded(value, half)))
-        return found
+        return list(told_values(self.tasks, self.conditions.get("windows")))
 
     @property
     def notes(self) -> list[str]:
@@ -96,7 +92,7 @@ class Evaluation:
         told = [f"comparable with {self.conditions['comparable']}"] if "comparable" in self.conditions else []
         meaning = [f"{MEANING} (Student's t)"] * any(" ± " in value for _, _, value in self.lines())
         note = harness_note(self.conditions)
-        return [*told, *meaning, *([note] if note else [])]
+        return [*told, *meaning, *filter(None, [note, self.conditions.get(LEFT_OUT)])]
 
     def __str__(self) -> str:
         lines = [f"{task:>12}  {name:<24}{value}" for task, name, value in self.lines()]
@@ -121,12 +117,13 @@ def evaluate(
 
     model: a folder (ours, compressed-tensors, torchao or dense), or a model in memory, which stays where it is. against: the
     folder or model that it was made of, for the tasks "agreement" (KL divergence, share of equal first tokens, difference of
-    the losses) and "weights". tokenizer: of a model in memory, a folder with tokenizer.json or a fast tokenizer of
-    transformers; models of 256 tokens read bytes. text: "wikitext2" with `corpus`, the folder of the corpus prose; a file;
-    None: the source of sympy. tasks: of "perplexity", "accuracy", "agreement" and "weights" (None: all that can be), and
-    tasks of lm-evaluation-harness, of folders alone, with the options `harness`. limit: windows of text, and examples of each
-    task of the harness. length: tokens of a window; None: 512, or the model's context where that is shorter. device: of a
-    folder; None: cuda where there is a GPU. progress: called with windows done and of how many.
+    the losses) and "weights" (not where scales moved between layers; notes say so). tokenizer: of a model in memory, a folder
+    with tokenizer.json or a fast tokenizer of transformers; models of 256 tokens read bytes. text: "wikitext2" with `corpus`,
+    the folder of the corpus prose; a file; None: the source of sympy. tasks: of "perplexity", "accuracy", "agreement" and
+    "weights" (None: all that can be), and tasks of lm-evaluation-harness, of folders alone, with the options `harness`.
+    limit: windows of text, and examples of each task of the harness. length: tokens of a window; None: 512, or the model's
+    context where that is shorter. device: of a folder; None: cuda where there is a GPU. progress: called with windows done
+    and of how many.
 
     Losses are means over windows, in nats per token, each with its standard error over windows, where there are two or more.
     ValueError for what is not there, does not fit, or is longer than the model's context; nothing is read then.
@@ -238,19 +235,38 @@ def _local(
     base = None if against is None or not set(tasks) & set(PAIRED) else base_of(against, model, device)
     check_vocabulary(ready, windows.ids, name_of(model))
     numbers: dict[str, dict[str, float]] = {}
+    left_out = ""
     if set(tasks) - {"weights"}:
         check_language_model(ready, name_of(model))
         with evaluating(ready), nullcontext() if base is None else evaluating(base):
             sums = measured(ready, windows, base, progress)
         numbers = dict(results_of(sums, windows, tasks, words=not source.code))
     if "weights" in tasks and base is not None:
-        numbers["weights"] = weight_errors(ready, base)
+        some = next(quantized_weights(ready), None) is not None
+        left_out = _left_out(changed_beside(ready, base) if some else ())
+        numbers |= {} if left_out else {"weights": weight_errors(ready, base)}
     conditions = {
         **conditions_of(source, windows, reading),
         "device": device,
         "versions": {"ao_lab": __version__, "torch": torch.__version__},
+        **({LEFT_OUT: left_out} if left_out else {}),
     }
     return Evaluation(name_of(model), numbers, None if against is None else name_of(against), conditions)
+
+
+#: Where conditions say why errors of weights are not there.
+LEFT_OUT = "weights_left_out"
+
+
+def _left_out(names: Sequence[str]) -> str:
+    """Why errors of weights say nothing, by unquantized parameters that differ from the base's; "" where none does."""
+    if not names:
+        return ""
+    return (
+        f"errors of weights are left out: {len(names)} unquantized parameters differ from the base's ({names[0]} first), as "
+        "after AWQ, Smooth or Rotate, which scale or rotate channels between layers, or after training; the weights stand for "
+        "others than the base's"
+    )
 
 
 def conditions_of(source: Text, windows: Any, reading: Any) -> dict[str, Any]:

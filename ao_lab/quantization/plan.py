@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.config.base import Config, FqnToConfig, kind_of
-from ao_lab.config.recipe import Recipe, changed_recipe, undividing
+from ao_lab.config.recipe import Recipe, changed_recipe, largest_group, undividing
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.tensor.metadata import DTYPES
@@ -263,6 +263,23 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
 
 #: The reason of a weight whose blocks do not divide it: its elements along the axis, and the block.
 UNDIVIDED = re.compile(r"(\d+) elements are not divisible by the block size (\d+)")
+
+
+def undivided_layers(layers: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[int, str]:
+    """Of layers (shape, reason; "" for quantized ones) how many stay dense because blocks do not divide their inputs, and what
+    has to be said of it: how many of how many, and the largest block that divides the inputs of all; (0, "") where none does.
+    """
+    found = {name: UNDIVIDED.search(reason) for name, (_, reason) in layers.items()}
+    left = {name: one for name, one in found.items() if one is not None}
+    blocks = {int(one[2]) for one in left.values()}
+    if len(blocks) != 1:
+        return 0, ""
+    block = blocks.pop()
+    lengths = {int(one[1]) for one in left.values()}
+    size = largest_group(block, {*lengths, *(shape[-1] for shape, reason in layers.values() if not reason)})
+    shown = ", ".join(map(str, sorted(lengths)))
+    told = f"{len(left)} of {len(layers)} layers stay unquantized: groups of {block} do not divide their inputs ({shown})"
+    return size, told
 
 
 def undivided(reasons: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ao_lab import SchemeConfig, quantize_
+from ao_lab.checkpoint.model_card import results_section
 from ao_lab.eval import (
     Tokens,
     Windows,
@@ -15,6 +16,7 @@ from ao_lab.eval import (
     results_of,
     standard_error,
     text_of,
+    told_values,
     weight_errors,
     windows_of,
 )
@@ -162,6 +164,18 @@ def test_errors_of_weights():
     wanted = sum(e.square().sum() for e in errors) / sum(b.weight.double().square().sum() for b in base)
     assert weight_errors(model, base) == {"int4_g32": pytest.approx(wanted.sqrt().item())}
     assert weight_errors(base, model) == {}
+
+
+def test_values_are_rounded_to_their_error_in_cards_as_in_tables():
+    """Half of a 95% interval, by Student's t: 2.365 standard errors of 8 windows, 3.182 of 4 examples."""
+    tasks = {
+        "perplexity": {"token_perplexity": 3.41376e8, "loss": 19.6485, "loss_stderr": 0.56},
+        "made_up": {"acc": 0.5, "acc_stderr": 0.25, "sample_len": 4, "alias": "no number"},
+    }
+    assert [told for *_, told in told_values(tasks, 8)] == ["3.414e+08", "19.6 ± 1.3", "0.50 ± 0.80", "4"]
+    shown = results_section({"tasks": tasks, "windows": 8})
+    assert "19.6 ± 1.3" in shown
+    assert "±: half of a 95% interval" in shown
 
 
 def test_a_single_window_says_no_errors():

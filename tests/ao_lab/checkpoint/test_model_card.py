@@ -138,11 +138,11 @@ def test_results_are_shown_and_replaced(tmp_path):
     saved(tmp_path / "little")
     (tmp_path / "little" / "eval.json").write_text(json.dumps(RESULTS))
     card = model_card(tmp_path / "little")
-    assert "| perplexity | perplexity per token | 12.3457 |" in card
+    assert "| perplexity | perplexity per token | 12.35 |" in card
     assert "text sympy-1.14-aa (Python source code of SymPy" in card
     assert "predicted tokens 124, device cpu, base model base." in card
     again = with_results(card, {**RESULTS, "tasks": {"accuracy": {"accuracy": 0.5}}})
-    assert "12.3457" not in again
+    assert "12.35" not in again
     assert "| accuracy | next-token accuracy | 0.5 |" in again
     assert with_results(again, RESULTS) == card
     assert "## Results" in with_results("# A card of one's own\n", RESULTS)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import ao_lab.quantization.api
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_
 from ao_lab.cli.app import main
 from tests.support.quantized_weights import same
@@ -36,6 +37,49 @@ def folder(tmp_path_factory):
 
 def text(folder):
     return ["--calibration", str(folder / "words.txt"), "--windows", "12", "--length", "32"]
+
+
+def test_what_calibration_will_not_do_is_said_before_it_begins(folder, tmp_path, capsys, monkeypatch):
+    """Layers that groups do not divide, and a text that is shorter than what was asked for."""
+    fields = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 96}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).to(torch.bfloat16).save_pretrained(
+        tmp_path / "odd"
+    )
+    monkeypatch.setattr(
+        "ao_lab.quantization.api.quantize_", stopped_after_the_first(ao_lab.quantization.api.quantize_)
+    )
+    options = [
+        "--config",
+        "Int4WeightOnlyConfig group_size=64",
+        "--method",
+        "gptq",
+        *text(folder)[:2],
+        "--length",
+        "32",
+    ]
+    assert main(["quantize", str(tmp_path / "odd"), str(tmp_path / "out"), *options]) == 130
+    said = capsys.readouterr().err
+    assert (
+        "1 of 8 layers stay unquantized: groups of 64 do not divide their inputs (96); --option group_size=32"
+        in said
+    )
+    assert (
+        "the calibration text fills 81 sequences of 32 tokens, 2,592 tokens, and --windows asks for 128"
+        in said
+    )
+
+
+def stopped_after_the_first(real):
+    """quantize_ of the model without weights, and then nothing."""
+    calls = []
+
+    def once(*given, **more):
+        calls.append(0)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    return once
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])

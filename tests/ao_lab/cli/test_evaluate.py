@@ -178,7 +178,7 @@ def test_a_table_and_results_in_the_card(capsys, folders, tmp_path):
         assert main([*arguments, "--save"]) == 0
     kept = json.loads((folder / "eval.json").read_text())
     card = (folder / "README.md").read_text()
-    assert f"{kept['tasks']['perplexity']['token_perplexity']:.6g}" in card
+    assert f"{kept['tasks']['perplexity']['token_perplexity']:.4g}" in card
     assert card.count("perplexity per token |") == 1
     assert "Accuracy was not measured" not in card
 

@@ -103,6 +103,26 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     assert isinstance(ours.lm_head.weight, QuantizedTensor)
 
 
+def test_layers_that_groups_do_not_divide_are_told_above_the_table(capsys, folder, tmp_path):
+    """With the option that quantizes them, and without advice that is Python."""
+    assert (
+        main(
+            [
+                "quantize",
+                str(folder),
+                str(tmp_path / "out"),
+                "--config",
+                "Int4WeightOnlyConfig group_size=256",
+            ]
+        )
+        == 0
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    said = "7 of 8 layers stay unquantized: groups of 256 do not divide their inputs (128); --option group_size=128 quantizes"
+    assert said in shown.partition("Layers")[0]
+    assert "pad the tensor" not in shown
+
+
 def test_layers_of_all_blocks_are_one_line():
     layer = Layer("model.layers.0.q.weight", "Linear", (3, 3), "nf4", "fused", 3, "Linear")
     alone = replace(layer, name="model.layers.2.q.weight", scheme="")

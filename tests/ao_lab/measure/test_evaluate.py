@@ -52,6 +52,14 @@ def test_a_quantized_model_beside_its_base(folder):
     assert found.tasks["agreement"]["kl"] > 0
     assert found.against == "base"
     assert (model.training, model.model.training) == (True, False)
+    # Scales that moved into a norm: errors against the base would be those of other weights.
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    moved = evaluate(
+        model, tokenizer=folder / "base", against=folder / "base", tasks=["weights"], **given(folder)
+    )
+    assert moved.tasks == {}
+    assert any("errors of weights are left out: 1 unquantized param" in note for note in moved.notes)
     assert seen[-1] == (3, 3)
 
 
