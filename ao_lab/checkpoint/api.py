@@ -87,7 +87,7 @@ from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, re
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.layers import check_model, is_untied
+from ao_lab.transforms.layers import check_model, is_untied, rounded_buffers
 from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
 from reference.arrays.namespace import choice
 
@@ -147,11 +147,18 @@ def save_pretrained(
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes, None, base_model, tokenizer)
     if saved.reasons:
         warnings.warn(fallback_note(saved.reasons, is_adaptable(model)), UserWarning, stacklevel=2)
+    if rounded := {name for _, name, _ in rounded_buffers(model)}:
+        LOG.warning("%s: %s", ", ".join(sorted(rounded)), ROUNDED)
     if FLOAT32_SCALES in saved.limits and history_of(model).trained:
         warnings.warn(f"{FLOAT32_SCALES}: {BEFORE_CONVERT}", UserWarning, stacklevel=2)
     return saved
 
 
+#: What is said of buffers that a cast of the model rounded.
+ROUNDED = (
+    "rounded by a cast of this model, in float32 in whatever loads the folder, so that outputs differ a little; load the dense "
+    "model with from_pretrained(dtype=torch.bfloat16), or evaluate the loaded folder"
+)
 #: What keeps the values that a model was trained for.
 BEFORE_CONVERT = "after QAT in float32, model.to(torch.bfloat16) before step='convert'"
 

@@ -46,11 +46,15 @@ def whole_configuration(
 
 
 def configuration_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
+    """The configuration of a transformers model, as its save_pretrained would write it; {} for others.
+
+    That is what differs from the class's defaults, without the folder that the model was loaded from, which is nobody else's.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
-    result: dict[str, Any] = config.to_dict()
+    result: dict[str, Any] = getattr(config, "to_diff_dict", config.to_dict)()
+    result.pop("_name_or_path", None)
     result["architectures"] = [type(model).__name__]
     result["dtype"] = str(model.dtype).removeprefix("torch.")
     return {**result, "tie_word_embeddings": False} if is_untied(model) else result

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ao_lab.checkpoint.configuration import configuration_of
-from ao_lab.checkpoint.io.files import staged
+from ao_lab.checkpoint.io.files import save_file, staged
 from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
 from ao_lab.clients.integers import block_size, by_block, check_integers, nibbles, scales_of, signed_codes
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor

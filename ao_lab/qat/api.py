@@ -53,6 +53,7 @@ from ao_lab.transforms.layers import (
     offloaded,
     quantizable_parameters,
     refuse_offloaded,
+    rounded_buffers,
     shorten,
 )
 from ao_lab.transforms.plan import Device, Filter, Filtered, Patterns, all_or_none, check_called, selection
@@ -203,7 +204,7 @@ def _input_scales(change: Change, config: QATConfig, known: Mapping[str, Observe
 
 
 def convert_qat(call: Call) -> Report:
-    """Step "convert"."""
+    """Step "convert". Buffers that a cast has rounded and that no file holds get their values back, as loaders have them."""
     model, device, progress = call.model, call.device, call.progress
     selected, reasons = _select_layers(model, call.config, call.filter_fn)
     refuse_offloaded((name for name, _, _ in selected), offloaded(model))
@@ -235,6 +236,8 @@ def convert_qat(call: Call) -> Report:
                 progress(name, done, total)
         if device is not None:
             model.to(device)
+        for holder, name, own in list(rounded_buffers(model)):
+            holder._buffers[name] = own
     finally:
         keep_report(model, QuantizationPlan(reasons=reasons))
     return report_of(model)

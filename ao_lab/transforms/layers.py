@@ -406,6 +406,47 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def rounded_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Buffers of transformers' modules that no file holds and that a cast of the model has rounded, with their own values.
+
+    `model.to(torch.bfloat16)` rounds frequencies of rotary embeddings too, which every loader computes anew in float32. A new
+    module of the class has them, where all that its constructor takes is an attribute of the module; what differs from the cast
+    of those (frequencies that grew with the inputs) is left out.
+    """
+    for module in model.modules():
+        names = [
+            name
+            for name in sorted(module._non_persistent_buffers_set)
+            if getattr(module._buffers.get(name), "dtype", None) in (torch.bfloat16, torch.float16)
+        ]
+        fresh = _made_anew(module) if names else None
+        for name in names if fresh is not None else ():
+            held, own = module.get_buffer(name), fresh._buffers.get(name) if fresh is not None else None
+            if own is None or own.dtype == held.dtype or own.shape != held.shape or held.is_meta:
+                continue
+            own = own.to(held.device)
+            if torch.equal(own.to(held.dtype), held):
+                yield module, name, own
+
+
+def _made_anew(module: nn.Module) -> nn.Module | None:
+    """Another module of a class of transformers, by attributes called as the constructor's arguments; None where that fails."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.") or next(module.parameters(), None) is not None:
+        return None
+    needed = [
+        name
+        for name, one in inspect.signature(kind).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    if not all(hasattr(module, name) for name in needed):
+        return None
+    try:
+        return kind(**{name: getattr(module, name) for name in needed})
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+        return None
+
+
 #: `quantize_` leaves routers, and layers that are tied to an embedding, dense under a filter that has these attributes, and
 #: without a filter.
 linear_and_experts.leaves_routers = linear_and_experts.leaves_tied = True  # type: ignore[attr-defined]

@@ -85,12 +85,18 @@ PARTIAL = ".ao_lab-partial-"
 def save_file(
     tensors: dict[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors, contiguous and apart from each other, to one file; OSError that names it where that fails."""
+    """Write tensors, contiguous and apart from each other, to one file; OSError that names it where that fails.
+
+    safetensors makes files that their owner alone may read; who may read this one says the umask, as of files beside it.
+    """
     import safetensors.torch
     from safetensors import SafetensorError
 
     try:
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)
         safetensors.torch.save_file(tensors, path, metadata=None if metadata is None else dict(metadata))
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import stat
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,14 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
         == 0
     )
     shown = capsys.readouterr().out
+    # Neither folders of this machine nor the class's defaults: what transformers wrote of the dense model, and one field more.
+    fields, dense = (json.loads((one / "config.json").read_text()) for one in (target, folder))
+    assert {name: value for name, value in fields.items() if name != "quantization_config"} == dense
+    # A server of another user reads the weights where it reads the configuration.
+    assert (
+        len({stat.S_IMODE((target / name).stat().st_mode) for name in ("model.safetensors", "config.json")})
+        == 1
+    )
     assert "int4_g32_cast in place of int4_g32_asymmetric" in shown
     assert "layout: compressed-tensors; loads in transformers" in shown
     assert "Embedding: only linear layers and experts are quantized" in shown

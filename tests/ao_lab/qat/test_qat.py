@@ -21,6 +21,7 @@ from ao_lab import (
     quantize_,
 )
 from ao_lab.qat.lora import LoRALinear
+from ao_lab.transforms.layers import rounded_buffers
 from reference import SCHEMES, fake_quantize
 from tests.ao_lab.config.test_every_config import CASES, TOKENS, Net, config_of
 from tests.support.models.qat_models import everything, in_training, linears, multiplied, same, steps
@@ -445,3 +446,23 @@ def test_earlier_names():
     quantize_(net, ao_lab.FromIntXQuantizationAwareTrainingConfig())
     quantize_(net, ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4))
     assert isinstance(net.first.weight, QuantizedTensor)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_converted_model_in_bfloat16_computes_what_is_loaded(tmp_path):
+    """The lines of the guide: a cast of the model rounds the frequencies of its rotary embedding, which no file holds."""
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    model = transformers_llama(True).eval()
+    config = ao_lab.Int8DynamicActivationIntxWeightConfig("int4", ao_lab.PerGroup(32))
+    quantize_(model, QATConfig(config := config.for_layout("compressed-tensors"), step="prepare"))
+    own = model.model.rotary_emb.inv_freq.clone()
+    quantize_(model.to(torch.bfloat16), QATConfig(config, step="convert"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, own)
+    ao_lab.save_pretrained(model, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(ao_lab.load_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+    model.model.rotary_emb.inv_freq = (
+        own.bfloat16() * 2
+    )  # values of its own: not the cast of what the class computes
+    assert [name for _, name, _ in rounded_buffers(model)] == []
