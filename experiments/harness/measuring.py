@@ -91,10 +91,22 @@ def attempt(work: Callable[[], Values]) -> Values:
         free()
 
 
+class DeviceLost(OSError):
+    """A kernel failed so that the GPU does nothing more in this process."""
+
+
 def free() -> None:
-    """Give memory back, so that the next case has all of it."""
-    if torch.cuda.is_available():
+    """Give memory back, so that the next case has all of it. DeviceLost where the GPU does nothing more."""
+    if not torch.cuda.is_available():
+        return
+    try:
         torch.cuda.empty_cache()
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0]
+        raise DeviceLost(
+            f"a kernel failed, and the GPU does nothing more in this process ({said}); what was measured before is kept: "
+            "run the rest by --only, without the measurement that was under way"
+        ) from error
 
 
 def forget() -> None:

@@ -160,3 +160,16 @@ def test_trainings_of_seconds_share_nothing(plan, tmp_path):
     counted = plan.trial(PAIRED, "micro", "bf16", Budget(bytes=64), 0)
     assert [convergence.shares_device(settings, one) for one in (timed, counted)] == [False, True]
     assert not convergence.shares_device(tiny.replace(settings, workers=1), counted)
+
+
+def test_a_gpu_that_is_lost_ends_the_run_with_a_reason(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: device-side assert triggered\nand more")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lost)
+    with pytest.raises(
+        OSError,
+        match=r"process \(CUDA error: device-side assert triggered\); what was measured before is kept",
+    ):
+        measuring.attempt(lambda: {"time": (1.0, "ms")})
