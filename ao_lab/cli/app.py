@@ -26,12 +26,12 @@ from ao_lab.cli.options import (
     CALIBRATION,
     CORPUS,
     LENGTH,
-    MODEL_FOLDER,
     AsJson,
     Device,
     FileFormat,
     Launches,
     Layout,
+    ModelDir,
     OnDevice,
     Skip,
 )
@@ -112,7 +112,7 @@ def configs(
 
 @app.command()
 def quantize(
-    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    model_dir: ModelDir,
     out_dir: Annotated[Path, typer.Argument(help="Output folder; new or empty.")],
     config: Annotated[
         str | None,
@@ -287,7 +287,7 @@ def export(
 
 @app.command()
 def choose(
-    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    model_dir: ModelDir,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Output file: the plan for ao-lab quantize --plan.")
     ],
@@ -356,7 +356,7 @@ def choose(
 
 @app.command()
 def probe(
-    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    model_dir: ModelDir,
     data: Annotated[
         str,
         typer.Option(
@@ -432,12 +432,7 @@ app.command("bench")(bench_command)
 
 @app.command()
 def tune(
-    model_dir: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder of a Hugging Face model, or of a quantized one, which is tuned as it is."
-        ),
-    ],
+    model_dir: ModelDir,
     recipe: Annotated[
         str | None, typer.Option(help="Tune training with this recipe, such as rowwise.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice
+from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice, model_folder
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[
-        Path | None, typer.Option(help=f"{MODEL_FOLDER[:-1]}; a quantized one is timed as it is.")
+        Path | None,
+        typer.Option(
+            help=f"{MODEL_FOLDER} A quantized one is timed as it is.",
+            parser=model_folder,
+            metavar="MODEL_DIR",
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,

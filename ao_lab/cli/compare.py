@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from ao_lab.cli.options import (
-    MODEL_FOLDER,
     AsJson,
     BatchSize,
     ChatTemplate,
     CorpusPath,
     IncludePath,
     Layout,
+    ModelDir,
     NumFewshot,
     OnDevice,
 )
@@ -36,7 +36,7 @@ from ao_lab.install.extras import wrong_input
 
 
 def command(
-    model_dir: Annotated[Path, typer.Argument(help=MODEL_FOLDER)],
+    model_dir: ModelDir,
     more: Annotated[
         list[str] | None,
         typer.Argument(
@@ -111,6 +111,7 @@ def command(
     ] = None,
     layout: Annotated[
         Layout,
+        ModelDir,
         typer.Option(
             help="Measure what ao-lab quantize writes in this layout. auto: as there, changes of a configuration are printed; "
             "ao_lab: configurations unchanged."

@@ -15,13 +15,18 @@ from ao_lab.cli.options import (
     IncludePath,
     NumFewshot,
     OnDevice,
+    model_folder,
 )
 
 
 def command(
     model_dir: Annotated[
         Path,
-        typer.Argument(help="Model folder, quantized (ao_lab, compressed-tensors, torchao, ...) or not."),
+        typer.Argument(
+            help="Model folder, quantized (ao_lab, compressed-tensors, torchao, ...) or not; or a name, as in ao-lab quantize.",
+            parser=model_folder,
+            metavar="MODEL_DIR",
+        ),
     ],
     tasks: Annotated[
         list[str] | None,
@@ -48,7 +53,12 @@ def command(
     batch_size: BatchSize = None,
     apply_chat_template: ChatTemplate = False,
     include_path: IncludePath = None,
-    against: Annotated[Path | None, typer.Option(help="Folder of the base model to compare with.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder or name of the base model to compare with.", parser=model_folder, metavar="MODEL_DIR"
+        ),
+    ] = None,
     device: OnDevice = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write eval.json, and add the results to the model card.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +20,56 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-MODEL_FOLDER = "Folder of a Hugging Face model, as save_pretrained writes it."
+MODEL_FOLDER = (
+    "Folder of a Hugging Face model, as save_pretrained writes it; or the name of one in the Hub's cache, or of one that "
+    "ao-lab pretrained made."
+)
 LENGTH = "Tokens per sequence."
 CORPUS = "Folder of the corpus that holds a named text (ao-lab corpus prose)."
 CALIBRATION = "Calibration"
+
+
+def model_folder(given: str) -> Path:
+    """The folder of a model: as it is given where it is there, else that of a name. Nothing is fetched.
+
+    A name is owner/name, of which the Hub's cache has the latest revision that was fetched, or one that a registered package
+    knows (entry points of the group "ao_lab.models"). What is neither is returned as it is: commands say what is wrong with it.
+    BadParameter for a name whose folder has not been made, with the command that makes it.
+    """
+    folder = Path(given)
+    if folder.exists():
+        return folder
+    try:
+        return cached(given) or made(given) or folder
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def cached(name: str) -> Path | None:
+    """The snapshot of owner/name in the Hub's cache; None where it is not there."""
+    from ao_lab.checkpoint.io.files import ON_HUB
+
+    if not ON_HUB.fullmatch(name) or find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def made(name: str) -> Path | None:
+    """The folder of a name that a registered package knows; None where none does."""
+    from ao_lab.cli.plugins import MODELS, load, registered
+
+    # A path of several parts, or a file's name, is no name of a model.
+    for target in registered(group=MODELS).values() if len(Path(name).parts) == 1 else ():
+        with suppress(ImportError):
+            if (found := load(target)(name)) is not None:
+                return Path(found)
+    return None
+
+
+ModelDir = Annotated[Path, typer.Argument(help=MODEL_FOLDER, parser=model_folder, metavar="MODEL_DIR")]
 
 Skip = Annotated[
     list[str] | None,

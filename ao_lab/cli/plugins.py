@@ -28,17 +28,19 @@ from ao_lab.install.extras import ROOT, WrongInput, is_clone
 from ao_lab.install.packages import NAMES
 
 GROUP = "ao_lab.commands"
+#: Functions that make a folder of a model's name; None for names that they do not know.
+MODELS = "ao_lab.models"
 #: Where the help lists commands that are not of `ao_lab` itself.
 DEVELOPERS, OTHERS = "Experiments, for developers of ao_lab", "Commands of other packages"
 
 
 @cache
-def registered(root: Path = ROOT) -> dict[str, str]:
-    """Commands by name, each with the ``module:function`` that it is."""
-    found = {one.name: one.value for one in importlib.metadata.entry_points(group=GROUP)}
+def registered(root: Path = ROOT, group: str = GROUP) -> dict[str, str]:
+    """Commands by name, each with the ``module:function`` that it is; or what else is of a group."""
+    found = {one.name: one.value for one in importlib.metadata.entry_points(group=group)}
     if is_clone(root):
         with (root / "pyproject.toml").open("rb") as file:
-            found |= tomllib.load(file)["project"].get("entry-points", {}).get(GROUP, {})
+            found |= tomllib.load(file)["project"].get("entry-points", {}).get(group, {})
     return found
 
 

@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.checkpoint.io.files import leads_out, links_out, resolved, roots
+from ao_lab.checkpoint.io.files import hub_name, leads_out, links_out, resolved, roots
 from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
 from ao_lab.cli.layout import (
     HEAD,
@@ -248,7 +248,7 @@ def run_quantize(
     notes = (*plan.reasons, *plan.changes, *saved.limits)
     write_card(
         target,
-        base_model=base_model or str(source),
+        base_model=base_model or hub_name(source) or str(source),
         command=command,
         notes=notes,
         beside=tensors,

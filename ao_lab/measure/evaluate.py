@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.io.files import hub_name
 from ao_lab.eval import (
     PAIRED,
     TASKS,
@@ -210,12 +211,14 @@ def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text
 
 
 def name_of(model: str | Path | nn.Module) -> str:
-    """The last part of a folder, or the class of a model in memory; TypeError for neither."""
+    """The last part of a folder (owner/name in the Hub's cache), or the class of a model in memory; TypeError for neither."""
     if not isinstance(model, (str, Path, nn.Module)):
         raise TypeError(
             f"the model is a folder or a torch.nn.Module, got {type(model).__name__}: {model!r:.60}"
         )
-    return Path(model).resolve().name if isinstance(model, (str, Path)) else type(model).__name__
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return hub_name(Path(model)) or Path(model).resolve().name
 
 
 def _local(

@@ -258,6 +258,21 @@ def pretrained(
     return folder
 
 
+def made(name: str, cache: Path | None = None) -> Path | None:
+    """The folder of a model that `pretrained` has made; None for a name that no record has. Nothing is fetched.
+
+    ValueError where it has not been made, with the command that makes it.
+    """
+    if name not in MODELS:
+        return None
+    folder = (cache if cache is not None else default_cache()) / "pretrained" / MODELS[name].key
+    if not is_whole(folder):
+        raise ValueError(
+            f"{name} is not in the cache; ao-lab pretrained {name} fetches it, then give {name} again"
+        )
+    return folder
+
+
 def is_whole(folder: Path) -> bool:
     """Whether a folder was finished, and its files have still the sizes that they were written with."""
     try:

@@ -39,6 +39,13 @@ def without(folder: Path, what: str, writers: str) -> str:
     )
 
 
+def hub_name(folder: Path) -> str | None:
+    """owner/name of a snapshot in the Hub's cache; None for other folders."""
+    place = folder.resolve()
+    kind, *parts = place.parent.parent.name.split("--")
+    return "/".join(parts) if place.parent.name == "snapshots" and kind == "models" and parts else None
+
+
 def roots(folder: Path) -> tuple[Path, ...]:
     """Where the files of a folder may lie: in it, and for a snapshot of the Hub's cache in the blobs of its repository."""
     place = folder.resolve()

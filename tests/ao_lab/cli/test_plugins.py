@@ -1,6 +1,13 @@
-"""`ao-lab --import FILE`: formats and schemes of one's own on the command line."""
+"""`ao-lab --import FILE`: formats and schemes of one's own on the command line; models by their names."""
+
+from pathlib import Path
+
+import pytest
 
 from ao_lab.cli.app import main
+from ao_lab.cli.options import model_folder
+from ao_lab.measure.evaluate import name_of
+from experiments.models.pretrained import FACTS, MODELS
 from reference.formats import formats
 from reference.schemes import schemes
 
@@ -24,3 +31,32 @@ def test_a_file_of_ones_own_registers_schemes_first(tmp_path, capsys, monkeypatc
     for name, said in (("wrong.py", "a codebook of 1 bits"), ("none.py", "is no file; give a Python file")):
         assert main(["--import", str(tmp_path / name), "schemes"]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_name_is_a_model_in_every_command(tmp_path, capsys, monkeypatch):
+    """owner/name of the Hub's cache, and a name of `ao-lab pretrained`; one that has not been made says how it is."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--me--tiny"
+    snapshot = place / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert model_folder("me/tiny") == snapshot
+    assert name_of(snapshot) == "me/tiny"
+    assert model_folder("me/other") == Path("me/other")
+    monkeypatch.setattr("experiments.models.pretrained.default_cache", lambda: tmp_path)
+    for command in (
+        ["quantize", "smollm2-135m", str(tmp_path / "out"), "--config", "mxfp4"],
+        ["eval", "smollm2-135m"],
+    ):
+        assert main(command) == 2
+        assert (
+            "smollm2-135m is not in the cache; ao-lab pretrained smollm2-135m fetches it"
+            in capsys.readouterr().err
+        )
+    record = MODELS["smollm2-135m"]
+    (tmp_path / "pretrained" / record.key).mkdir(parents=True)
+    (tmp_path / "pretrained" / record.key / FACTS).write_text("{}")
+    assert model_folder("smollm2-135m") == tmp_path / "pretrained" / record.key
