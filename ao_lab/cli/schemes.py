@@ -14,7 +14,7 @@ from ao_lab.cli.listings import known
 from ao_lab.cli.terminal import number, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from reference.schemes.schemes import Block, Scheme
+    from reference.schemes.schemes import Block, Scale, Scheme
 
 COLUMNS = ("scheme", "bits", "element", "block", "scale", "stored as", "also")
 #: What the fields of a record say, by their names in `Scheme` and in its scales; the rules are in those classes.
@@ -94,7 +94,15 @@ def show_scheme(record: Scheme, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(record))
         return
-    rows = [[path, text(value), meaning(path)] for path, value in told_fields(record)]
+    rules = {
+        f"{name}.rule": rule_text(one)
+        for name, one in (("scale", record.scale), ("outer", record.outer))
+        if one
+    }
+    rows = [
+        [path, f"{value}: {rules[path]}" if path in rules else text(value), _meaning_in(record, path)]
+        for path, value in told_fields(record)
+    ]
     print_table(f"Scheme {record.name}: {sentence(record)}", ["field", "value", "what it is"], rows)
 
 
@@ -103,15 +111,46 @@ def meaning(path: str) -> str:
     return MEANINGS.get(path) or MEANINGS.get(path.rpartition(".")[2], "")
 
 
+def _meaning_in(record: Scheme, path: str) -> str:
+    """What a field says in one record: of a target under rules that take its exponent alone, that too."""
+    if path == "scale.target" and record.scale.rule in ("floor", "ceil", "even"):
+        return f"the element's largest value; the rule takes its exponent alone, {_exponent(record.scale.target)}"
+    return meaning(path)
+
+
+def _exponent(value: float) -> int:
+    """floor(log2 value)."""
+    return math.frexp(value)[1] - 1
+
+
 def cells(record: Scheme) -> list[str]:
     """One scheme as a line of the table."""
     also = [f"outer scale per {block_text(record.outer.block)}"] if record.outer else []
     also += [f"zero point as {record.zero.rule}"] if record.zero else []
     also += [f"deviations: {len(record.deviations)}"] if record.deviations else []
     scale = record.scale
-    rule = f"{scale.statistic}/{number(scale.target)} {scale.rule}"
     bits = f"{bits_per_value(record):.4g}"
-    return [record.name, bits, record.element, block_text(scale.block), rule, scale.storage, ", ".join(also)]
+    told = rule_text(scale)
+    return [record.name, bits, record.element, block_text(scale.block), told, scale.storage, ", ".join(also)]
+
+
+def rule_text(scale: Scale) -> str:
+    """How a scale follows from the statistic of its block, as a formula; `reference.quantize.scales` computes it."""
+    ratio = f"{scale.statistic} / {number(scale.target)}"
+    exponent = _exponent(scale.target)
+    whole = "" if exponent == 0 else f" - {exponent}" if exponent > 0 else f" + {-exponent}"
+    inverse = f"{number(scale.target)} / {scale.statistic}"
+    powers = {
+        "ratio": ratio,
+        "floor": f"2^(floor(log2 {scale.statistic}){whole})",
+        "ceil": f"2^(ceil(log2 {scale.statistic}){whole})",
+        "rceil": f"2^ceil(log2({ratio}))",
+        "rceil_log2": f"2^ceil(log2({ratio}) in float32)",
+        "even": f"2^(floor(log2 of {scale.statistic}, its mantissa rounded){whole})",
+        "ratio_pow2": f"2^floor(log2({inverse}))" if scale.stored == "encode" else f"2^ceil(log2({ratio}))",
+        "ratio_pow2_log2": f"2^floor(log2({inverse if scale.stored == 'encode' else ratio}) in float32)",
+    }
+    return powers[scale.rule]
 
 
 def block_text(block: Block) -> str:

@@ -130,6 +130,22 @@ def test_schemes_of_other_libraries_are_shown_by_their_prefix(capsys):
     assert [name for name in SCHEMES if (f" {name} " in out) != name.startswith("te.")] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "shown", "scale"),
+    [
+        ("mxfp8_e4m3", "2^(floor(log2 absmax) - 8)", lambda amax: math.floor(math.log2(amax)) - 8),
+        ("mxfp4_rceil", "2^ceil(log2(absmax / 6))", lambda amax: math.ceil(math.log2(amax / 6))),
+        ("mxint8", "2^(floor(log2 absmax))", lambda amax: math.floor(math.log2(amax))),
+    ],
+)
+def test_rules_of_scales_are_formulas_that_hold(capsys, name, shown, scale):
+    """floor divides by the power of two below the target: 448 would give amax 256 half of its scale."""
+    assert main(["schemes", name]) == 0
+    assert shown in capsys.readouterr().out
+    for amax in (1.0, 5.0, 6.5, 256.0, 300.0, 448.0):
+        assert int(reference.quantize(np.full(32, amax, np.float32), name).scale.item()) - 127 == scale(amax)
+
+
 def test_a_scheme_is_shown_in_words(capsys):
     """Fields that are as in every scheme are left out; each of the others says what it is."""
     assert main(["schemes", "nvfp4"]) == 0
@@ -140,6 +156,7 @@ def test_a_scheme_is_shown_in_words(capsys):
     )
     assert "scale.target 6.0 what the statistic maps onto" in out
     assert "codes_from" not in out
+    assert "scale.rule ratio: absmax / 6" in out
     assert [path for record in SCHEMES.values() for path, _ in told_fields(record) if not meaning(path)] == []
 
 
