@@ -15,13 +15,14 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ao_lab.checkpoint.export import export_of
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.terminal import WrongInput
@@ -325,20 +326,36 @@ def not_tried(values: Values) -> Values:
     return {metric.replace(error, missing): value for metric, value in values.items()}
 
 
+def in_files(weight: QuantizedTensor) -> Stored:
+    """Bytes of a weight in the files that `ao-lab quantize` writes: scales that were rounded to the weight's dtype are in it
+    there, in compressed-tensors' layout, and float32 in memory."""
+    scale, parts = weight.scheme.scale, stored(weight.quantized)
+    if scale.compute != "input" or scale.storage != "float32" or export_of(weight.recipe) is None:
+        return parts
+    return replace(parts, scales=parts.scales * weight.dtype.itemsize // torch.float32.itemsize)
+
+
+#: The bytes of a model in memory, where they are others than those of its files.
+IN_MEMORY = "size in memory"
+
+
 def sizes(model: nn.Module) -> Values:
-    """Decimal bytes of the whole model, weights that two layers share once, and bits per quantized weight: scales, zero points
-    and the factors of low-rank residuals included."""
-    quantized, others, count = Stored(0), Stored(0), 0
+    """Decimal bytes of the whole model in files, weights that two layers share once, and bits per quantized weight: scales,
+    zero points and the factors of low-rank residuals included; and the bytes in memory where these are others."""
+    quantized, others, count, held = Stored(0), Stored(0), 0, 0
     factors = {id(layer.get_parameter(name)) for layer in residual_layers(model).values() for name in FACTORS}
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedTensor):
-            quantized += stored(parameter.quantized)
+            quantized += in_files(parameter)
+            held += stored(parameter.quantized).total - in_files(parameter).total
             count += parameter.numel()
         elif id(parameter) in factors:
             quantized += stored_plain(parameter)
         else:
             others += stored_plain(parameter)
     found: Values = {"size": (quantized.total + others.total, "byte")}
+    if held:
+        found[IN_MEMORY] = (quantized.total + others.total + held, "byte")
     if count:
         found["bits per weight"] = (8 * quantized.total / count, "bit")
     return found

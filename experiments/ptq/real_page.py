@@ -9,7 +9,7 @@ from functools import partial
 from ao_lab.intervals import is_noise
 from ao_lab.measure.times import NOISY, SPREAD
 from experiments.harness.rows import Row
-from experiments.models.causal_lm import BASE
+from experiments.models.causal_lm import BASE, IN_MEMORY
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.models.serving import DENSE, LARGEST, LEAST, SPEEDUP
 from experiments.report.content import Card, Drawing, Section, Table
@@ -86,8 +86,8 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 
 
 def serving(run: RealRun) -> Table:
-    """Speed of generating, beside the dense model's in turn, and its peak memory: that of the model, and what generating took
-    beyond."""
+    """Speed of generating, beside the dense model's in turn, and its peak memory: that of the model in memory, and what
+    generating took beyond."""
     lines = []
     for setting, method in run.measured():
         speed, memory, size = (
@@ -95,15 +95,17 @@ def serving(run: RealRun) -> Table:
             for metric in ("tokens/s", "memory of generating, over the weights", "size")
         )
         if speed is not None:
-            peak = None if memory is None or size is None else size + memory
+            held = run.whole.value(setting, method, IN_MEMORY) or size
+            peak = None if memory is None or held is None else held + memory
             cells = [number(one, 1, 1e-6) for one in (size, memory, peak)]
             dense = number(run.whole.value(setting, method, DENSE), 1)
             lines.append([method, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
     columns = ["scheme", "setting", "tokens/s", "dense in turn (tokens/s)", "speedup"]
-    columns += ["size (MB)", "memory over it (MB)", "peak memory (MB)"]
+    columns += ["size (MB)", "memory over the weights (MB)", "peak memory (MB)"]
     caption = (
         f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
-        f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare"
+        f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare; "
+        "size: of the files, in memory float32 scales may take more"
     )
     return Table(caption, columns, lines, run.whole.rows)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import ao_lab
 from ao_lab.cli.app import main
 from ao_lab.eval import Harness, HarnessOptions, Tokens
 from experiments.data import texts
@@ -17,12 +18,14 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, read
 from experiments.models import causal_lm, serving
 from experiments.models.causal_lm import (
+    IN_MEMORY,
     Remembered,
     linears,
     model_name,
     of_folder,
     published_name,
     real_model,
+    sizes,
 )
 from experiments.ptq import page, real_page
 from experiments.ptq.real import real_tasks, run_real
@@ -84,6 +87,23 @@ def test_the_base_model_is_at_no_distance_from_itself(reproduced):
     coarse = values(rows, "-source", "mxfp4_rceil")
     assert coarse["KL"] > values(rows, "-source", "int8_rowwise")["KL"] > 0
     assert coarse["KL, standard error"] > 0
+
+
+def test_sizes_are_those_of_files():
+    """Scales that are rounded to bfloat16 are two bytes in files and four in memory."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
+    ao_lab.quantize_(net, ao_lab.SchemeConfig(scheme="int4_g32_cast"))
+    bytes_of_codes, groups = 64 * 32 // 2, 2 * 32
+    found = sizes(net)
+    assert found["bits per weight"] == (4.5, "bit")
+    assert (found["size"][0], found[IN_MEMORY][0]) == (
+        bytes_of_codes + 2 * groups,
+        bytes_of_codes + 4 * groups,
+    )
+    ao_lab.quantize_(
+        other := torch.nn.Sequential(torch.nn.Linear(64, 32)), ao_lab.SchemeConfig(scheme="int4_g32")
+    )
+    assert IN_MEMORY not in sizes(other)
 
 
 def test_sizes_are_those_of_the_formats(reproduced):
