@@ -419,7 +419,7 @@ def rounded_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Te
             for name in sorted(module._non_persistent_buffers_set)
             if getattr(module._buffers.get(name), "dtype", None) in (torch.bfloat16, torch.float16)
         ]
-        fresh = _made_anew(module) if names else None
+        fresh = _made_anew(module, module.get_buffer(names[0]).dtype) if names else None
         for name in names if fresh is not None else ():
             held, own = module.get_buffer(name), fresh._buffers.get(name) if fresh is not None else None
             if own is None or own.dtype == held.dtype or own.shape != held.shape or held.is_meta:
@@ -429,8 +429,11 @@ def rounded_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Te
                 yield module, name, own
 
 
-def _made_anew(module: nn.Module) -> nn.Module | None:
-    """Another module of a class of transformers, by attributes called as the constructor's arguments; None where that fails."""
+def _made_anew(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+    """Another module of a class of transformers, by attributes called as the constructor's arguments; None where that fails.
+
+    dtype: that of the model, which is torch's default while loaders construct it: tables without a dtype of their own have it.
+    """
     kind = type(module)
     if not kind.__module__.startswith("transformers.") or next(module.parameters(), None) is not None:
         return None
@@ -441,10 +444,14 @@ def _made_anew(module: nn.Module) -> nn.Module | None:
     ]
     if not all(hasattr(module, name) for name in needed):
         return None
+    before = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(dtype)
         return kind(**{name: getattr(module, name) for name in needed})
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
         return None
+    finally:
+        torch.set_default_dtype(before)
 
 
 #: `quantize_` leaves routers, and layers that are tied to an embedding, dense under a filter that has these attributes, and

@@ -40,6 +40,15 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+#: GPUs for which pages ask what is chosen today, by a part of their names.
+HOPPER = ("H100", "H200")
+
+
+def is_hopper(device: str) -> bool:
+    """Whether a device's name is of a GPU that choices are the same for as for `fast.gemm.families.HOPPER`."""
+    return any(gpu in device for gpu in HOPPER)
+
+
 def printed(*command: str, root: Path = ROOT) -> str | None:
     """What a command prints; None where there is none, or it fails: no git, no history, no such commit."""
     found = printed_bytes(*command, root=root)

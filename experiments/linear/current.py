@@ -17,7 +17,7 @@ import torch
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.codes import BLOCK
 from ao_lab.tensor.metadata import recipe_reason
-from experiments.harness.revision import DIRTY, has_triton, printed
+from experiments.harness.revision import DIRTY, has_triton, is_hopper, printed
 from experiments.harness.rows import ROOT, Row, table_parts
 from experiments.linear.tables import EXPERTS, OF_OURS
 from fast.gemm import families
@@ -38,8 +38,6 @@ FORMER = {
 #: Kernels of `ao_lab.gemm.select` that rows name.
 DEQUANTIZE, FUSED = "dequantize", "fused"
 KINDS = (DEQUANTIZE, FUSED, "int8", "scaled_mm")
-#: GPUs that choices are the same for as for `HOPPER`, by a part of their names.
-GPUS = ("H100", "H200")
 BF16 = torch.bfloat16
 
 
@@ -70,7 +68,7 @@ def _compared(
     """The state of a line, and what `outdated` says."""
     kind, ran = named(kernel)
     rows = setting.partition(" ")[0]
-    of_gpus = kind in KINDS and rows.isdigit() and any(gpu in device for gpu in GPUS)
+    of_gpus = kind in KINDS and rows.isdigit() and is_hopper(device)
     if not of_gpus or not has_triton():
         return "", ""
     today = family_today(*table_parts(table)[::2], method, int(rows))

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import fast
-from experiments.harness.revision import has_triton
+from experiments.harness.revision import has_triton, is_hopper
 from experiments.harness.rows import Row
 from fast.gemm.families import FAMILIES, Family
 
@@ -75,13 +75,17 @@ def family_of(function: str) -> str:
 
 def outdated(row: Row, chosen: Chosen = lambda row: None) -> str:
     """As "measured with kernel first_kernel, which is in no source any more"; nothing of what still runs, and of kernels that
-    are not ours. chosen: see `Chosen`; asked of ours alone, and not without Triton, in whose kernels sizes are chosen."""
+    are not ours.
+
+    chosen: see `Chosen`; asked of ours alone, on the GPUs that it chooses for (`is_hopper`), and not without Triton, in whose
+    kernels sizes are chosen.
+    """
     named = ours(row.kernel)
     gone = [name for name in named if name not in functions()]
     if gone:
         return f"measured with kernel {gone[0]}, which is in no source any more"
     ran = next(filter(None, map(family_of, named)), "")
-    today = chosen(row) if ran and has_triton() else None
+    today = chosen(row) if ran and is_hopper(row.device) and has_triton() else None
     if today is None or today.name == ran:
         return ""
     return f"measured with kernel {ran}; today {today.name} is chosen"

@@ -94,7 +94,8 @@ def save_file(
 ) -> None:
     """Write tensors, contiguous and apart from each other, to one file; OSError that names it where that fails.
 
-    safetensors makes files that their owner alone may read; who may read this one says the umask, as of files beside it.
+    safetensors makes files that their owner alone may read; who may read this one says the umask, as of files beside it. File
+    systems that have one mode for all files, and refuse to change it, are asked nothing.
     """
     import safetensors.torch
     from safetensors import SafetensorError
@@ -103,7 +104,8 @@ def save_file(
         path.touch()
         mode = stat.S_IMODE(path.stat().st_mode)
         safetensors.torch.save_file(tensors, path, metadata=None if metadata is None else dict(metadata))
-        path.chmod(mode)
+        if stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 

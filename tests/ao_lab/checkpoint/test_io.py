@@ -414,3 +414,11 @@ def test_other_expressions_are_refused(text, message):
 def test_names_have_a_length():
     with pytest.raises(ValueError, match="longer than any"):
         Pattern("a*").matches("a" * 2000)
+
+
+def test_file_systems_of_one_mode_are_not_asked_to_change_it(tmp_path, monkeypatch):
+    """As exFAT or a mounted bucket: whoever changes the mode of a file is refused."""
+    monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("refused"))
+    monkeypatch.setattr("safetensors.torch.save_file", lambda tensors, path, metadata: path.write_bytes(b"x"))
+    files.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_bytes() == b"x"

@@ -466,3 +466,18 @@ def test_a_converted_model_in_bfloat16_computes_what_is_loaded(tmp_path):
         own.bfloat16() * 2
     )  # values of its own: not the cast of what the class computes
     assert [name for _, name, _ in rounded_buffers(model)] == []
+
+
+def test_buffers_that_loaders_make_in_the_models_dtype_are_not_rounded_ones():
+    """A loader of a bfloat16 model has torch's default dtype so; float32 here would meet bfloat16 weights."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(3) / 3, persistent=False)
+            self.register_buffer("own", torch.ones(3, dtype=torch.float32) / 3, persistent=False)
+
+    Table.__module__ = "transformers.models.table"
+    found = [(name, value.dtype) for _, name, value in rounded_buffers(nn.Sequential(Table()).bfloat16())]
+    assert found == [("own", torch.float32)]
+    assert torch.get_default_dtype() == torch.float32

@@ -83,6 +83,8 @@ def test_products_are_compared_with_the_family_of_today():
     few = replace(CASE, kernel="int_scaled_mm_kernel")
     assert kernels.kernel_state(few) == launched.OTHER
     assert results.outdated(few) == "measured with kernel triton_int_scaled_mm; today sm90_s8_gemm is chosen"
+    # What is chosen for a Hopper GPU says nothing of another.
+    assert kernels.kernel_state(replace(few, device="NVIDIA B200")) == launched.TODAY
     assert (sparsity.kernel_state(PRODUCT), products.family_today(PRODUCT)) == (
         launched.TODAY, families.SM90_SPARSE24_GEMM,
     )  # fmt: skip
