@@ -284,7 +284,7 @@ class Comparison:
             *self.left(),
             f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}. loss change: nats per "
             f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
-            "unquantized model's. MB: of the files that ao-lab quantize writes, 10^6 bytes.",
+            "unquantized model's. MB: of the tensors in the files that save_pretrained writes, 10^6 bytes.",
             *self._of_tasks(),
             *self._of_speed(),
             *self._of_methods(),
