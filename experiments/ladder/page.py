@@ -135,7 +135,22 @@ def acceptance_words(rows: Sequence[Row]) -> list[str]:
 def main_finding(rows: Sequence[Row]) -> str:
     """One line of the first page."""
     otherwise = "Only tiny proxy models have been measured so far, whose times mean nothing" if rows else ""
-    return next(iter(means(rows)), otherwise).rstrip(".")
+    return next(iter([*means(rows), *single(rows)]), otherwise).rstrip(".")
+
+
+def single(rows: Sequence[Row]) -> list[str]:
+    """Each model's last rung over the first at batch 1, where there is no mean yet."""
+    ratios = {
+        where.data: speedup(BY_NAME[where.data], times(results.with_setting(ONE).rows))
+        for where, results in by_run(rows, KIND).items()
+        if real(where) and where.data in BY_NAME
+    }
+    parts = [f"{name} {number(ratio, 2)}" for name, ratio in ratios.items() if ratio is not None]
+    return (
+        [f"Last rung over the first, {ONE}: {', '.join(parts)} ({len(parts)} of {len(MODELS)} models)"]
+        if parts
+        else []
+    )
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
