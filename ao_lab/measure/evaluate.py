@@ -127,7 +127,8 @@ def evaluate(
     and of how many.
 
     Losses are means over windows, in nats per token, each with its standard error over windows, where there are two or more.
-    ValueError for what is not there, does not fit, or is longer than the model's context; nothing is read then.
+    ValueError for what is not there, does not fit, or is longer than the model's context (nothing is read then), and for
+    "weights" alone where they are left out.
     """
     name = name_of(model)
     local, foreign = split_tasks(list(tasks or ()), against is not None)
@@ -140,6 +141,8 @@ def evaluate(
     result = Evaluation(name, {}, None, {"device": where})
     if source is not None:
         result = _local(model, local, limit, length, source, against, tokenizer, where, progress)
+    if not result.tasks and run is None and (why := result.conditions.get(LEFT_OUT)):
+        raise WrongInput(f'{why}; ask for other tasks, such as "agreement"')
     return result if run is None else _with_harness(result, model, run, limit, where)
 
 

@@ -1,5 +1,7 @@
 """`evaluate` in Python: folders and models in memory give the same numbers; what does not fit is refused before work."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -55,11 +57,13 @@ def test_a_quantized_model_beside_its_base(folder):
     # Scales that moved into a norm: errors against the base would be those of other weights.
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
-    moved = evaluate(
-        model, tokenizer=folder / "base", against=folder / "base", tasks=["weights"], **given(folder)
-    )
-    assert moved.tasks == {}
+    paired = partial(evaluate, model, tokenizer=folder / "base", against=folder / "base", **given(folder))
+    moved = paired(tasks=["weights", "perplexity"])
+    assert list(moved.tasks) == ["perplexity"]
     assert any("errors of weights are left out: 1 unquantized param" in note for note in moved.notes)
+    # Nothing measured is no result that a card would show in place of an earlier one.
+    with pytest.raises(ValueError, match=r"errors of weights are left out.*ask for other tasks"):
+        paired(tasks=["weights"])
     assert seen[-1] == (3, 3)
 
 
