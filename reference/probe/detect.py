@@ -103,7 +103,7 @@ def findings(
     rows = (finite & ~over).all(1)
     if not rows.any():
         return []
-    same = _same_codes(case, y[rows], rows)
+    same = _same_codes(case, y[rows], rows, quantized)
     found = [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same)]
     return found + (list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else [])
 
@@ -148,10 +148,17 @@ def _furthest(case: Case, y: F64, rows: Any, dtype: str, same: bool) -> Iterator
     )  # fmt: skip
 
 
-def _same_codes(case: Case, y: F64, rows: Any) -> bool:
+def _same_codes(case: Case, y: F64, rows: Any, quantized: bool) -> bool:
+    """Of all tokens; and where the kernel quantizes, each operand's rounding is a part of the error, as other codes' is not."""
     right, exact = case.right[rows], case.exact[rows]
-    near, rounding = (np.linalg.norm(one, axis=1) for one in (y - right, right - exact))
-    return bool(np.median(near) <= CLOSE * np.median(rounding))
+    both = right - exact
+    near, rounding = (float(np.median(np.linalg.norm(one, axis=1))) for one in (y - right, both))
+    if quantized or near > CLOSE * rounding:
+        return near <= CLOSE * rounding
+    of_w = case.x[rows].astype(np.float64) @ (case.b - case.w).T
+    live = [one.ravel() for one in (of_w, both - of_w) if np.linalg.norm(one) > 1e-6 * np.linalg.norm(both)]
+    parts = np.linalg.lstsq(np.stack(live, 1), (y - exact).ravel(), rcond=None)[0] if live else np.ones(1)
+    return bool(np.abs(parts - 1).max() <= CLOSE)
 
 
 def _fine(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantized: bool) -> Iterator[Finding]:

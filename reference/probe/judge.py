@@ -29,8 +29,9 @@ CUTS = ((7, 3), (7, 16), (16, 16), (16, 32), (32, 64), (32, 128), (0, 16), (0, 3
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
 #: Calls on the same inputs, which shall give the same outputs, or right ones.
 CALLS = 4
-#: An operand is not quantized where outputs have at most so much of its error, and no more squared error than without it.
-PART, ENERGY = 0.25, 1.05
+#: An operand is not quantized where outputs have at most so much of its error, and no more squared error than without it; where
+#: its error is a small part of all, also no more than so much of it beside the other operand's.
+PART, ENERGY, REST = 0.25, 1.05, 0.5
 #: Which share of a difference a fault of the bank has to explain to be named.
 EXPLAINED = 0.5
 
@@ -197,8 +198,10 @@ def unquantized(case: Case, y: F64) -> list[Finding]:
     found, right = [], float(np.linalg.norm(case.right - case.exact)) / size
     for name, part in zip(live, parts, strict=True):
         others = sum((one for other, one in live.items() if other != name), np.zeros_like(e))
-        floor = 1e-2 * float(np.linalg.norm(live[name])) ** 2
-        if part <= PART and float((e**2).sum()) <= ENERGY * float((others**2).sum()) + floor:
+        own, off, beside = (float((one**2).sum()) for one in (live[name], e, others))
+        rest = off - float((e * others).sum()) ** 2 / beside if beside else off
+        told = own > 2 * (ENERGY - 1) * beside or rest <= REST * own
+        if part <= PART and off <= ENERGY * beside + 1e-2 * own and told:
             error = float(np.linalg.norm(e)) / size
             said = f"{name} is not quantized: error {error:.3g} without its rounding, {right:.3g} with it"
             found.append(Finding(case.name, said, error, 0.0, inf))

@@ -59,16 +59,21 @@ class Tile:
     together: int = 1
 
 
-#: The tile of whole waves of fast sums: three bytes are read where two squares read four. Precise sums would keep both the
-#: tensor core's and their own in registers, which have no room for that.
+#: The tile of whole waves of many rows, fast sums: three bytes are read where two squares read four. Precise sums would keep
+#: both the tensor core's and their own in registers, which have no room for that.
 WIDE = Tile(128, 256, 128, 1, 4, 8, False, 8)
 
 
 def tile_of(m: int, n: int, k: int, fast_sums: bool) -> Tile:
     """The tile for M, N and K. Sums that are not fast end after 128 elements, and so do steps."""
-    if fast_sums and ceil_div(m, WIDE.rows) * ceil_div(n, WIDE.columns) >= C.wide * MULTIPROCESSORS:
+    few = m <= C.few_rows
+    if (
+        fast_sums
+        and not few
+        and ceil_div(m, WIDE.rows) * ceil_div(n, WIDE.columns) >= C.wide * MULTIPROCESSORS
+    ):
         return WIDE
-    tile = _of_few_rows(m, n, k) if m <= C.few_rows else _of_many_rows(m, n, k)
+    tile = _of_few_rows(m, n, k) if few else _of_many_rows(m, n, k)
     if not fast_sums and tile.length > 128:
         tile = replace(tile, length=128, stages=8)
     return tile

@@ -145,6 +145,20 @@ def test_faults_of_a_whole_kernel(kernel, said):
     assert re.search(said, str(report)), report
 
 
+def test_8_bits_with_other_scales_beside_4():
+    """x is quantized, though its error is a small part, and other codes are no error of sums; x that is not is told of."""
+
+    def kernel(x, w):
+        scale = torch.exp2((x.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448).log2().ceil())
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale @ fast.fake_quantize(w, "mxfp4").T
+
+    given = {"scheme": "fp8_rowwise", "weight_scheme": "mxfp4"}
+    report = probe_kernel(kernel, **given)
+    assert report.ok, report
+    report = probe_kernel(lambda x, w: x @ fast.fake_quantize(w, "mxfp4").T, **given)
+    assert "x is not quantized" in str(report)
+
+
 def test_calls_that_differ_and_lengths_that_a_kernel_refuses():
     calls = []
 

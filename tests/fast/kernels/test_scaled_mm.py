@@ -73,10 +73,17 @@ def test_which_shapes_it_is_chosen_for(rows, weight, precise, faster):
 
 
 def test_whole_waves_of_fast_sums_have_wide_tiles():
-    """Precise ones have no registers for them; integers have a rule of their own."""
+    """Precise ones have no registers for them; integers have a rule of their own; few rows none of a vocabulary's columns."""
     assert tile_of(6144, 8192, 18432, True) == tile_of(8192, 1024, 3456, True) == WIDE
     assert tile_of(6144, 8192, 18432, False).columns == tile_of(4096, 1024, 3456, True).columns == 128
     assert int_tile_of(6144, 8192, 18432) == MANY
+    assert [tile_of(rows, 128_256, 4096, True).columns for rows in (2, 16, 64, 128, 129)] == [
+        64,
+        64,
+        64,
+        64,
+        256,
+    ]
 
 
 def test_what_it_takes():
