@@ -173,11 +173,17 @@ def configurations() -> str:
 def perplexities() -> dict[str, tuple[str, str]]:
     """The columns of perplexity that have results, each with the model and the scale of its runs: long ones first."""
     return {
-        f"perplexity, {name}, {RUNS[scale]}": (model, scale)
+        f"perplexity, {name}, {RUNS[scale]} ({length_of(model, scale)})": (model, scale)
         for name, model in MODELS.items()
         for scale in RUNS
         if any(loss(one, model, scale) not in ("", ABSENT) for one in ENTRIES)
     }
+
+
+def length_of(model: str, scale: str) -> str:
+    """How much text a column of perplexities is on."""
+    table = table_of(model, scale)
+    return windows_of("ptq" if table in tables("ptq") else "calibration", table)
 
 
 def losses(entry: Entry) -> list[str]:
@@ -248,8 +254,11 @@ def calibrated() -> str:
         known = {name: value("calibration", table, scheme, name, CHANGE) for name in METHODS}
         best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0)
         before, after = (changed("calibration", table, scheme, name) for name in ("rounding", best))
-        told.append(f"{called} from {before} to {after} ({METHODS[best]})")
-    return f"[Calibration](docs/choose.md#with-calibration), long run: {'; '.join(told)}."
+        measured = [METHODS[name] for name in known if known[name] is not None]
+        of = "the only method measured" if len(measured) == 1 else f"the best of {', '.join(measured)}"
+        told.append(f"{called} from {before} to {after} by {METHODS[best]}, {of}")
+    text = f"long run ({windows_of('calibration', table)})"
+    return f"[Calibration](docs/choose.md#with-calibration), {text}: {'; '.join(told)}."
 
 
 def calibration() -> str:

@@ -93,7 +93,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
                 f"change of the perplexity of {run.model} on {text} ({windows_of(results)}) with int4 weights, groups of 64, "
                 f"by {name}"
             )
-            return [Card(row, relative(results, QUOTED, name), what, f"{rounded} by rounding; bfloat16 is 0")]
+            beside = f"{rounded} by rounding; bfloat16 is 0"
+            return [Card(row, relative(results, QUOTED, name), what, beside, rows=results.rows)]
     return []
 
 

@@ -31,7 +31,7 @@ from experiments.report.results import (
     number,
     published,
 )
-from experiments.report.targets import RunTargets, Target, known, limits, rest
+from experiments.report.targets import RunTargets, Target, known, limits, rest, verdict_of
 
 EXPERIMENT = "decode"
 RATE, SIZE, OVER_BFLOAT16 = "tokens/s", "model size", "tokens/s over bfloat16"
@@ -239,7 +239,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     beside = f"bfloat16 {number(base, 0)} ({number(over_fastest(results, OURS, quoted), 2)}x)"
     beside += "" if theirs is None else f"; torchao {number(theirs, 0)}"
     what = f"tokens a second of Llama-3.1-8B's shapes with {quoted} weights, batch 1"
-    return [Card(row, f"{row.value:.0f}", what, beside, bars)]
+    target = verdict_of(targets_by_run(rows), row, f"{quoted}: {NAMES[RATE]}")
+    return [Card(row, f"{row.value:.0f}", what, beside, bars, target)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:

@@ -15,7 +15,7 @@ from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SW
 from experiments.harness.rows import Row
 from experiments.pretraining.run import BITS
 from experiments.report.content import QUICK, Headline
-from experiments.report.results import Results, Where, best_run, by_run
+from experiments.report.results import Results, Where, best_run, by_run, seeds_in
 
 #: The text that is unlike the training text, and the metric of speed.
 OTHER_TEXT, RATE = "wikitext2-test", "tokens a second"
@@ -55,7 +55,9 @@ def loss_headlines(rows: Sequence[Row]) -> list[Headline]:
     used = [
         row for one in texts for row in run[1].rows if row.metric == f"gap, {one}" and row.method in QUOTED
     ]
-    return [Headline(f"Loss over bfloat16's, paired trainings of a small Llama: {'; '.join(words)}", used)]
+    counts = [int(row.value) for row in run[1].rows if row.metric in {f"gap, {one}, seeds" for one in texts}]
+    trained = f"paired trainings of a small Llama, {seeds_in(counts)}"
+    return [Headline(f"Loss over bfloat16's, {trained}: {'; '.join(words)}", used)]
 
 
 def quoted(gaps: Results, metric: str) -> str:

@@ -19,6 +19,7 @@ from experiments.fp8_training.convergence_findings import (
     speeds_found,
 )
 from experiments.fp8_training.convergence_page import (
+    FASTEST,
     SPEED_RATIO,
     of_blocks,
     of_fsdp,
@@ -60,7 +61,7 @@ from experiments.report.results import (
     read,
     table,
 )
-from experiments.report.targets import Target
+from experiments.report.targets import Target, verdict_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -253,7 +254,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     bars = {"step of two Llama-3-8B layers, FP8 training": {"ao_lab": row.value, PEER: theirs}}
     beside = "bfloat16" + ("" if theirs is None else f"; torchao {theirs:.2f}x")
     what = "speed of a compiled training step of two Llama-3-8B layers in FP8 (rowwise)"
-    return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
+    target = verdict_of(targets_by_run(rows), row, f"{ours('rowwise')}: {FASTEST}")
+    return [Card(row, f"{row.value:.2f}x", what, beside, bars, target)]
 
 
 def speed_headlines(rows: Sequence[Row]) -> list[Headline]:

@@ -40,7 +40,7 @@ from experiments.harness.rows import Row
 from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
-from experiments.report.targets import RunTargets, Target, counts, limits, missed
+from experiments.report.targets import RunTargets, Target, counts, limits, missed, verdict_of
 
 EXPERIMENT = "generate"
 
@@ -169,7 +169,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         "speed of transformers' generate(), 32 layers of Llama-3.1-8B's shapes, int4 g128 weights (symmetric), batch 1, "
         "compiled"
     )
-    return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars)]
+    target = verdict_of(targets_by_run(rows), row, f"int4 g128, {alone}")
+    return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars, target)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SU
 from experiments.models.causal_lm import REAL
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves
-from experiments.report.real_runs import relative
+from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 
 EXPERIMENT = "kv_cache"
@@ -43,11 +43,10 @@ NEEDLE_TEXT = (
     "are as above.",
 )
 MODEL_TEXT = (
-    "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions, "
-    "with standard errors over documents. The last quarter of a window has the longest context.",
+    "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions. "
+    "After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over documents where "
+    "there are several. The last quarter of a window has the longest context.",
 )
-METRICS = {"perplexity, change": ("perplexity (%)", 3), "KL": ("KL (nat)", 5), "KL, standard error": ("its error", 5),
-           "same first choice": ("same first choice (%)", 2), "bytes a token": ("bytes a token", 0)}  # fmt: skip
 
 
 def kinds(rows: Sequence[Row]) -> list[str]:
@@ -57,41 +56,58 @@ def kinds(rows: Sequence[Row]) -> list[str]:
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """The longest context's errors, changes of perplexity, and times."""
-    return quality(rows) + speed_page.findings(rows)
+    return [*sums_found(rows), *needles_found(rows), *predictions_found(rows), *speed_page.findings(rows)]
 
 
-def quality(rows: Sequence[Row]) -> list[str]:
-    """The longest context's errors, needles found, and changes of perplexity."""
-    words, found = [], best_run(by_run(rows, SUMS))
-    if found is not None:
-        longest = max(found[1].settings, key=int)
-        errors = [found[1].value(longest, method, ERROR) for method in CHAINS]
-        words.append(
-            f"FP8 sums over {longest} tokens lose {number(100 * (errors[0] or 0), 0)}% in one chain and "
-            f"{number(100 * (errors[1] or 0), 2)}% in chains of 128."
-        )
+def sums_found(rows: Sequence[Row]) -> list[str]:
+    """The errors of the longest context."""
+    found = best_run(by_run(rows, SUMS))
+    if found is None:
+        return []
+    longest = max(found[1].settings, key=int)
+    errors = [found[1].value(longest, method, ERROR) for method in CHAINS]
+    return [
+        f"FP8 sums over {longest} tokens lose {number(100 * (errors[0] or 0), 0)}% in one chain and "
+        f"{number(100 * (errors[1] or 0), 2)}% in chains of 128."
+    ]
+
+
+def needles_found(rows: Sequence[Row]) -> list[str]:
+    """How many needles are found among the most tokens, and that a test which all methods pass tells nothing of them."""
     needle = best_run(by_run(rows, NEEDLE))
-    if needle is not None:
-        longest = max(needle[1].settings, key=int)
-        methods = ("exact", *(method for method in METHODS if "sums" in method))
-        parts = [f"{number(needle[1].value(longest, method, FOUND), 0)}% ({method})" for method in methods]
-        words.append(f"Of needles among {longest} tokens are found {', '.join(parts)}.")
+    if needle is None:
+        return []
+    longest = max(needle[1].settings, key=int)
+    found = {method: needle[1].value(longest, method, FOUND) for method in METHODS}
+    if set(found.values()) == {100.0}:
+        return [
+            f"All needles among {longest} tokens are found by every cache and sum: at this length the test tells none apart."
+        ]
+    parts = [f"{number(found[one], 0)}% ({one})" for one in found if one == "exact" or "sums" in one]
+    return [f"Of needles among {longest} tokens are found {', '.join(parts)}."]
+
+
+def predictions_found(rows: Sequence[Row]) -> list[str]:
+    """Divergences and changes of perplexity of each model, on the last text of its largest run."""
+    words = []
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
-        if best is not None:
-            changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
-            parts = [f"{method} {change}" for method, change in changes.items() if change]
-            words += (
-                [f"Change of perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}."]
-                if parts
-                else []
-            )
+        if best is None:
+            continue
+        changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
+        parts = {
+            "KL divergence from its own predictions, in nats": divergences(best[1], ALL),
+            "change of perplexity": ", ".join(f"{method} {one}" for method, one in changes.items() if one),
+        }
+        told = "; ".join(f"{name}: {values}" for name, values in parts.items() if values)
+        words += [f"{kind.removeprefix(REAL)} ({best[0]}), {told}."] if told else []
     return words
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """What models predict and find, and what sums lose."""
-    return " ".join(reversed(quality(rows))).rstrip(".")
+    """What models predict, and what sums lose; needles where they tell methods apart."""
+    needles = [one for one in needles_found(rows) if "tells none apart" not in one]
+    return " ".join([*predictions_found(rows), *needles, *sums_found(rows)]).rstrip(".")
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
@@ -144,10 +160,13 @@ def needle_section(where: Where, results: Results) -> Section:
 def model_section(kind: str, where: Where, results: Results) -> Section:
     """A line for every recipe and part of the windows."""
     lines = [
-        [method, setting, *(number(results.value(setting, method, metric), digits) for metric, (_, digits) in METRICS.items())]
+        [
+            method, setting, *predicted_cells(results, setting, method),
+            number(results.value(setting, method, "bytes a token"), 0),
+        ]
         for method in results.methods
         for setting in (ALL, LAST)
     ]  # fmt: skip
-    columns = ["recipe", "predicted", *(title for title, _ in METRICS.values())]
+    columns = ["recipe", "predicted", *PREDICTED, "bytes a token"]
     table = Table("Predictions from what is stored", columns, lines, results.rows)
     return Section(f"{kind.removeprefix(REAL)} ({where})", MODEL_TEXT, [], [table])

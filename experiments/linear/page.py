@@ -34,7 +34,7 @@ from experiments.report.content import (
 )
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
-from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed
+from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed, verdict_of
 
 TITLE = "Quantized linear layers by number of tokens"
 QUESTION = "How fast is one quantized linear layer beside bfloat16 and torchao, at 1 to 8192 tokens (batch x sequence)?"
@@ -112,7 +112,9 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     }
     time = number(run[1].value(setting_of(1), DEFAULT, TIME), 1)
     what = f"speed of a linear layer ({readable(SHAPE)}) with `Int4WeightOnlyConfig()`, one token"
-    return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars)]
+    held = [RunTargets(run[0], targets_of("weights", *run), "weights", "times bfloat16")]
+    target = verdict_of(held, row, f"{DEFAULT}, 1 token")
+    return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars, target)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:

@@ -64,7 +64,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
         random = max(best[1].value(s, m, f"{WORST}, {SOURCES[-1]}") or 0 for s, m in best[1].lines)
         words.append(
             f"From 1024 tokens a layer's error on later impressions is predicted within 5% for {number(share, 0)}% of layers "
-            f"and candidates, at worst by a factor of {number(worst, 2)}; on N(0, 1) by a factor of up to {number(random, 1)}."
+            f"and candidates, at worst by a factor of {number(worst, 2)}; from random normal inputs by a factor of up to "
+            f"{number(random, 1)}."
         )
     if (best := best_run(by_run(rows, OUTPUTS))) is not None:
         ratios = [value for one in eight_bits(best[1]) if (value := best[1].value(*one, RATIO)) is not None]
@@ -75,8 +76,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
     if (best := best_run(by_run(rows, FAULTY))) is not None:
         found = {kind: [len(seen(best[1], kind, metric)) for metric in (SIGMAS, MERE)] for kind in KINDS}
         count = len(best[1].settings)
-        parts = [f"{kind} {tests} (MERE {mere})" for kind, (tests, mere) in found.items()]
-        words.append(f"Of {count} faulty kernels five standard errors find: on {', on '.join(parts)}.")
+        parts = [f"on {kind} {tests} ({mere} by MERE)" for kind, (tests, mere) in found.items()]
+        words.append(
+            f"Of {count} faulty kernels, written for this test, the tests of `probe_kernel` find at five standard errors "
+            f"{', '.join(parts)}; MERE is the mean of |error / output|."
+        )
     if (best := best_run(by_run(rows, ALARMS))) is not None:
         (one,) = best[1].lines
         told = (best[1].value(*one, metric) for metric in ("false alarms", "right kernels"))

@@ -11,7 +11,7 @@ from experiments.loka.policies import BOUND, FITS, MOVED, OURS, POLICIES, SECOND
 from experiments.loka.trajectory import AUC, BASE, ENTROPY, LOG_LOSS, RECIPES, TRAJECTORY
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
+from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run, seeds_in
 from experiments.report.targets import RunTargets, limit_of
 
 EXPERIMENT = "loka"
@@ -40,7 +40,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
     words: list[str] = []
     parts = [
-        f"{one.setting} on {where.data} {number(one.gap.mean, 2)} +- {number(one.gap.half, 2)}%"
+        f"{one.setting} on {where.data} {number(one.gap.mean, 2)} ± {number(one.gap.half, 2)}% "
+        f"({where.run}, {seeds_in([one.seeds])})"
         for where, results in by_run(rows, TRAJECTORY).items()
         for one in qualities(results)
         if where.scale == "full" and one.method == "rowwise" and one.gap
@@ -137,7 +138,7 @@ def quality_table(results: Results) -> Table:
         ]
         for one in qualities(results)
     ]  # fmt: skip
-    columns = ["change", "model", "normalised entropy", "AUC", "relative log loss (%)", "+-", "seeds"]
+    columns = ["change", "model", "normalised entropy", "AUC", "relative log loss (%)", "±", "seeds"]
     return Table("Held-out examples, means over seeds", columns, body, results.rows)
 
 

@@ -10,7 +10,7 @@ from experiments.optimizers.training import BASE, GAP, GAPS, HELD_OUT, INTERVAL,
 from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECTION, RATIOS, RMS, Setting
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves
-from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number, seeds_in
 from experiments.report.targets import RunTargets, Target, limit_of, limits
 
 EXPERIMENT = "optimizers"
@@ -59,7 +59,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
         words.append(f"{speed_text(speed[1])} ({speed[0]}).")
     gaps = best_run(by_run(rows, GAPS))
     if gaps is not None and gaps[0].scale != "quick":
-        words.append(f"Loss over float32 states ({gaps[0]}): {'; '.join(gap_texts(gaps[1]))}.")
+        told = f"{gaps[0]}, {seeds_of(rows, gaps[0])}"
+        words.append(f"Loss over float32 states ({told}): {'; '.join(gap_texts(gaps[1]))}.")
     return words
 
 
@@ -68,7 +69,8 @@ def main_finding(rows: Sequence[Row]) -> str:
     words, gaps = list(findings(rows))[:1], best_run(by_run(rows, GAPS))
     if gaps is not None:
         words.append(
-            f"Loss of a model trained with them over float32 states ({gaps[0]}): {'; '.join(gap_texts(gaps[1]))}."
+            f"Loss of a model trained with them over float32 states ({gaps[0]}, {seeds_of(rows, gaps[0])}): "
+            f"{'; '.join(gap_texts(gaps[1]))}."
         )
     return " ".join(words).rstrip(".")
 
@@ -104,6 +106,17 @@ def largest(results: Results, method: str) -> float | None:
     """The largest of all settings."""
     values = [row.value for row in results.rows if (row.method, row.metric) == (method, LARGEST)]
     return max(values, default=None)
+
+
+def seeds_of(rows: Sequence[Row], where: Where) -> str:
+    """Over how many seeds the gaps of a run are."""
+    trained = by_run(rows, PAIRED).get(where, Results([]))
+    seeds: dict[str, set[int]] = {}
+    for row in trained.rows:
+        if row.metric == HELD_OUT:
+            seeds.setdefault(row.method, set()).add(row.seed)
+    base = seeds.pop(BASE, set())
+    return seeds_in(len(base & mine) for mine in seeds.values())
 
 
 def gap_texts(results: Results) -> list[str]:

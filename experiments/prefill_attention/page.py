@@ -12,7 +12,7 @@ from experiments.prefill_attention.speed import COSINE as COSINE_OF_LAST
 from experiments.prefill_attention.speed import GRAPH, PEERS, QUANTIZATION, RATE, SPEED, TIME
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves, dots
-from experiments.report.real_runs import relative
+from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
 
@@ -36,13 +36,11 @@ ERROR_TEXT = (
     "the same states. Recipes without one of the two exact steps say what it is for.",
 )
 PREDICTED_TEXT = (
-    "Every token of the windows with the model's attention replaced; changes are from its own predictions, standard errors are "
-    "over documents.",
+    "Every token of the windows with the model's attention replaced; changes are from its own predictions. After ± stands half "
+    "of the 95% interval (Student's t), over windows of a text of one document and over documents where there are several.",
 )
 ERRORS = {COSINE: ("cosine", 5), COSINE + WORST: ("worst layer's", 5), NORM: ("norm of the error (%)", 2),
           NORM + WORST: ("worst layer's (%)", 2)}  # fmt: skip
-METRICS = {"perplexity, change": ("perplexity (%)", 3), "loss, standard error of the change": ("its error (nat)", 5),
-           "KL": ("KL (nat)", 5), "same first choice": ("same first choice (%)", 2)}  # fmt: skip
 
 SPEED_TEXT = (
     "Causal attention of a prompt on random states, microseconds, all methods in turn, as CUDA graphs and launched one by one; "
@@ -75,9 +73,13 @@ def findings(rows: Sequence[Row]) -> list[str]:
         )
         name = kind.removeprefix(REAL)
         if errors:
-            words.append(f"Error of attention over the norm of its result, {name} ({where}): {errors}.")
+            words.append(
+                f"Error of attention over the norm of its result, {name} ({where}, the first window): {errors}."
+            )
         if changes:
-            words.append(f"Change of the perplexity of {name} ({where}): {changes}.")
+            told = divergences(results, ALL)
+            more = f"; KL divergence from its own predictions, in nats: {told}" if told else ""
+            words.append(f"Change of the perplexity of {name} ({where}): {changes}{more}.")
     best_speed = best_run(by_run(rows, SPEED))
     if best_speed is not None and best_speed[0].scale != "quick":
         setting = best_speed[1].settings[-1]
@@ -208,8 +210,8 @@ def error_section(name: str, where: Where, results: Results) -> Section:
 def predicted_section(name: str, where: Where, results: Results) -> Section:
     """A line for every recipe."""
     methods = [method for method in results.methods if results.value(ALL, method, "KL") is not None]
-    lines = [[method, *_cells(results, ALL, method, METRICS)] for method in methods]
-    table = Table("Predictions", ["recipe", *(title for title, _ in METRICS.values())], lines, results.rows)
+    lines = [[method, *predicted_cells(results, ALL, method)] for method in methods]
+    table = Table("Predictions", ["recipe", *PREDICTED], lines, results.rows)
     return Section(f"Predictions of {name} ({where})", PREDICTED_TEXT, [], [table])
 
 

@@ -199,7 +199,8 @@ def real_card(rows: Sequence[Row]) -> list[Card]:
         beside += "; the best of 4-bit weights alone: {1} {0:+.1f}%".format(*min(fours))
     where = f"{run.model} on {text} ({windows_of(results)})"
     what = f"change of the perplexity of {where} by INT8 weights and inputs, not calibrated"
-    return [Card(row, relative(results, setting, first) or f"{row.value:+.1f}%", what, beside)]
+    value = relative(results, setting, first) or f"{row.value:+.1f}%"
+    return [Card(row, value, what, beside, rows=results.rows)]
 
 
 def finding(run: RealRun) -> str:

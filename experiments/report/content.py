@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import CORPUS, Row, table_parts
@@ -83,6 +83,41 @@ def outside(text: str) -> list[int]:
 
 #: The scale of short runs.
 QUICK = "quick"
+#: Metrics that say how much text the means of a table are over.
+WINDOWS, WINDOW = "windows", "tokens of a window"
+#: Tokens of text under which a run is a short one, at whichever scale: its intervals are wide, its means rough.
+FEWEST_TOKENS = 4096
+
+
+class Windows(NamedTuple):
+    """How much text means are over: windows, and tokens of each."""
+
+    count: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.count} window{'s' * (self.count != 1)} of {self.length} tokens"
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few tokens that what is measured on them is marked as a short run's."""
+        return self.count * self.length < FEWEST_TOKENS
+
+
+def windows_in(rows: Iterable[Row]) -> Windows | None:
+    """How much text rows say that they are measured on, the least of several; None where they say nothing of it."""
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.metric in (WINDOWS, WINDOW):
+            found.setdefault(row.line, {})[row.metric] = row.value
+    sizes = [Windows(int(one[WINDOWS]), int(one[WINDOW])) for one in found.values() if len(one) == 2]
+    return min(sizes, key=lambda one: one.count * one.length, default=None)
+
+
+def is_short(table: str, rows: Iterable[Row]) -> bool:
+    """Whether a table's rows are of a short run: by its scale, or by the little text that they say they are measured on."""
+    found = windows_in(rows)
+    return table_parts(table)[1] == QUICK or (found is not None and found.few)
 
 
 @dataclass(frozen=True)
@@ -167,6 +202,8 @@ class Section:
         return ", ".join(filter(None, (*self.devices, days_of(self.rows))))
 
 
+#: What a card says whose number has none.
+NO_TARGET = "no target"
 #: The series of the first page's figure that holds another library's value.
 PEER = "torchao (2:4: cuSPARSELt)"
 
@@ -176,7 +213,9 @@ class Card:
     """One number of the first screen: its row, what it says, what it stands beside, and lines of the figure.
 
     row: whose value it is, and whose history is kept. value: as it is shown, such as ``2.91x``. what: of what, in a few words.
-    beside: what it is compared with. bars: for the figure, values over bfloat16 by series (ours, a library), by label.
+    beside: what it is compared with. bars: for the figure, values over bfloat16 by series (ours, a library), by label. target:
+    the value's target and whether it is met (`experiments.report.targets.verdict_of`). rows: those of the row's table, which
+    say how much text it is measured on, where it is a mean over text.
     """
 
     row: Row
@@ -184,6 +223,8 @@ class Card:
     what: str
     beside: str
     bars: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    target: str = NO_TARGET
+    rows: Sequence[Row] = ()
 
     @property
     def day(self) -> str:
@@ -193,12 +234,12 @@ class Card:
     @property
     def short(self) -> bool:
         """Whether its run is a short one."""
-        return table_parts(self.row.table)[1] == QUICK
+        return is_short(self.row.table, self.rows)
 
     @property
     def run(self) -> str:
         """Its device, and that its run is a short one."""
-        return runs_of([self.row])[0]
+        return run_of(self.row.device, self.short)
 
 
 @dataclass(frozen=True)
@@ -237,9 +278,17 @@ def devices_of(rows: Iterable[Row]) -> list[str]:
 
 def runs_of(rows: Sequence[Row]) -> list[str]:
     """The devices of rows, in their order, and which of them has short runs alone."""
-    full = {row.device for row in rows if table_parts(row.table)[1] != QUICK}
-    names = {row.device: "CPU" if row.device == "cpu" else row.device for row in rows}
-    return [name if device in full else f"short run on {name}" for device, name in names.items()]
+    tables: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        tables.setdefault((row.device, row.table), []).append(row)
+    full = {device for (device, table), mine in tables.items() if not is_short(table, mine)}
+    return [run_of(device, device not in full) for device in dict.fromkeys(row.device for row in rows)]
+
+
+def run_of(device: str, short: bool) -> str:
+    """A device as people write it, and that its run is a short one."""
+    name = "CPU" if device == "cpu" else device
+    return f"short run on {name}" if short else name
 
 
 def subjects_of(rows: Iterable[Row]) -> list[str]:

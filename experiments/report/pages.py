@@ -40,6 +40,7 @@ from experiments.harness.rows import Row
 from experiments.report import families, peers, questions
 from experiments.report.accuracies import is_given, of_given_models
 from experiments.report.content import (
+    FEWEST_TOKENS,
     Card,
     Comparison,
     Drawing,
@@ -277,6 +278,7 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         "histories": past,
         "commit": commit(),
         "unmet": peers.missing(rows, [name for name, found in rows.items() if is_given(name, found)]),
+        "fewest": FEWEST_TOKENS,
         "families": has_triton() or (places.reports / "families.html").exists(),
     }
     written: Written = []

@@ -11,6 +11,7 @@ from typing import TypeVar
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import BASE, FILE, MODEL, REAL
 from experiments.models.quantized_model import WEIGHTS, activations_of
+from experiments.report.content import windows_in
 from experiments.report.results import Results, Where, interval_cell, number
 
 CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
@@ -111,7 +112,10 @@ def real_runs(rows: Iterable[Row]) -> list[RealRun]:
         texts = {
             name: Results(table) for name, table in sorted(tables.items(), reverse=True) if name != MODEL
         }
-        made.append(RealRun(model, Where(scale, device, model), texts, Results(tables.get(MODEL, []))))
+        where = Where(
+            scale, device, model, windows_in(row for results in texts.values() for row in results.rows)
+        )
+        made.append(RealRun(model, where, texts, Results(tables.get(MODEL, []))))
     return sorted(made, key=lambda one: (one.model, one.where.scale != "full", one.where.device))
 
 
@@ -184,10 +188,28 @@ def relative(results: Results, setting: str, method: str) -> str:
     return interval_cell(change, 100 * math.exp(loss) * half, noise=False, sign=True, unit="%")
 
 
+def predicted_cells(results: Results, setting: str, method: str) -> list[str]:
+    """Change of perplexity (percent) and KL (nat), each with half of its 95% interval, and the share of same first choices."""
+    return [
+        relative(results, setting, method),
+        results.with_half(setting, method, KL, KL_ERROR),
+        number(results.value(setting, method, "same first choice"), 2),
+    ]
+
+
+#: Their columns.
+PREDICTED = ("perplexity, change", "KL (nat)", "same first choice (%)")
+
+
+def divergences(results: Results, setting: str) -> str:
+    """The KL divergence of each method with half of its interval, in words; "" where none was measured."""
+    found = {name: results.with_half(setting, name, KL, KL_ERROR) for name in results.methods}
+    return ", ".join(f"{name} {cell}" for name, cell in found.items() if cell)
+
+
 def windows_of(results: Results) -> str:
-    """How much text a table is measured on: "32 windows of 2048 tokens"."""
-    count, length = (results.value(WEIGHTS, BASE, one) for one in ("windows", "tokens of a window"))
-    return f"{number(count, 0)} windows of {number(length, 0)} tokens"
+    """How much text a table is measured on: "32 windows of 2048 tokens"; "" where its rows do not say it."""
+    return str(windows_in(results.rows) or "")
 
 
 def conditions(name: str, results: Results) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,7 +16,16 @@ from ao_lab.config.recipe import INTEGER, named
 from ao_lab.intervals import half_interval, is_noise, rounded
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
-from experiments.report.content import QUICK, Drawing, Section, Table, readable
+from experiments.report.content import (
+    QUICK,
+    WINDOWS,
+    Drawing,
+    Section,
+    Table,
+    Windows,
+    readable,
+    windows_in,
+)
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -31,20 +40,27 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Where:
-    """Which run a table belongs to."""
+    """Which run a table belongs to. windows: how much text its means are over, where they are means over text."""
 
     scale: str
     device: str
     data: str
+    windows: Windows | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.run}, {readable(self.data)}"
 
     @property
     def run(self) -> str:
-        """The device, and that a run is a short one."""
+        """The device, that a run is a short one, and how much text it is on."""
         device = "CPU" if self.device == "cpu" else self.device
-        return f"short run, {device}" if self.scale == QUICK else device
+        words = ["short run"] * self.short + [device] + ([] if self.windows is None else [str(self.windows)])
+        return ", ".join(words)
+
+    @property
+    def short(self) -> bool:
+        """Whether the run is a short one: by its scale, or by its little text."""
+        return self.scale == QUICK or (self.windows is not None and self.windows.few)
 
     @property
     def other_corpus(self) -> str:
@@ -75,8 +91,16 @@ class Where:
 
 
 #: Metrics that say how many windows, or utterances, a table's means are over; texts whose errors are over books, and how many.
-COUNTED = ("windows", "utterances")
+COUNTED = (WINDOWS, "utterances")
 BOOKS = {"books-held-out": 7, "passages-of-held-out-books": 7}
+
+
+def seeds_in(counts: Iterable[int]) -> str:
+    """Over how many seeds intervals are, in words: "5 seeds", "3 to 5 seeds"; "no seeds" without any."""
+    known = sorted(set(counts))
+    if not known:
+        return "no seeds"
+    return f"{' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))} seed{'s' * (known[-1] != 1)}"
 
 
 def interval_cell(
@@ -113,9 +137,9 @@ class Results:
     def count(self) -> int | None:
         """How many windows, utterances or books the means of this text are over; None where it is not known, and many."""
         data = next((table_parts(row.table)[2] for row in self.rows), "")
-        if data in BOOKS:
-            return BOOKS[data]
-        return next((int(row.value) for row in self.rows if row.metric in COUNTED and row.value > 0), None)
+        found = next((int(row.value) for row in self.rows if row.metric in COUNTED and row.value > 0), None)
+        # Fewer windows than books are of as many books at most.
+        return found if data not in BOOKS else min(BOOKS[data], found or BOOKS[data])
 
     def half(self, setting: str, method: str, error: str) -> float | None:
         """Half of the 95% interval of a mean whose standard error is a metric, by Student's t; None where there is none."""
@@ -175,7 +199,7 @@ def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
         if row_kind == kind:
             groups.setdefault(Where(scale, row.device, data), []).append(row)
     ordered = sorted(groups, key=lambda where: (where.scale != QUICK, where.device, where.data))
-    return {where: Results(groups[where]) for where in ordered}
+    return {replace(where, windows=windows_in(groups[where])): Results(groups[where]) for where in ordered}
 
 
 #: A kind of table on a page: its name, title, text, and what makes a table of its results.

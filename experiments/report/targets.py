@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.report.content import Table
+from experiments.harness.rows import Row, table_parts
+from experiments.report.content import NO_TARGET, Table
 from experiments.report.results import Where
 
 FILE = Path(__file__).resolve().parents[1] / "targets.csv"
@@ -115,9 +116,21 @@ def counts(targets: Sequence[Target], what: str = "") -> str:
 
 
 def rest(targets: Sequence[Target]) -> str:
-    """The end of a sentence about those that were measured: how many were not."""
+    """The end of a sentence about those that were measured: how many further ones were not."""
     late = len(targets) - len(known(targets))
-    return f", {late} not measured" * bool(late)
+    return f", {late} more not measured" * bool(late)
+
+
+def verdict_of(runs: Iterable[RunTargets], row: Row, name: str) -> str:
+    """The target of this name of a row's device and data, and whether it is met: "target at most 10.4 us: missed"."""
+    device, data = row.device, table_parts(row.table)[2]
+    for run in runs:
+        for target in run.targets:
+            if (run.where.device, run.where.data, target.name) == (device, data, name):
+                bound = f"{'at least' if target.at_least else 'at most'} {target.texts[1]}"
+                verdict = {True: "met", False: "missed", None: "not measured"}[target.reached]
+                return f"target {bound} {target.unit or run.unit}".rstrip() + f": {verdict}"
+    return NO_TARGET
 
 
 def percent_over(value: float, base: float) -> float:

@@ -25,7 +25,16 @@ from experiments.report.real_runs import (
     real_runs,
     title_of,
 )
-from experiments.report.results import Results, Where, best_run, by_run, failures, interval_cell, number
+from experiments.report.results import (
+    Results,
+    Where,
+    best_run,
+    by_run,
+    failures,
+    interval_cell,
+    number,
+    seeds_in,
+)
 from experiments.report.targets import limit_of
 from experiments.sparsity import pairs
 from experiments.sparsity import subjects as vision
@@ -97,7 +106,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
             said = [
                 f"{name} {one.mean:.2f} ± {one.half:.2f}" for name, one in gaps.items() if one is not None
             ]
-            found.append(f"{title.lower()}, {unit}: {', '.join(said)}")
+            counts = seeds_in(one.seeds for one in gaps.values() if one is not None)
+            found.append(f"{title.lower()}, {unit}, {counts}: {', '.join(said)}")
             used += [row for row in run[1].rows if row.method in QUOTED and row.metric == "gap"]
     return [Headline(f"2:4 models lie behind dense ones: {'; '.join(found)}", used)] if found else []
 

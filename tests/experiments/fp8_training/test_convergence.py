@@ -63,11 +63,11 @@ def test_each_accumulation_has_its_limit():
     }
     assert convergence_page.of_linear(Where("full", "cpu", where.data), results(*values)) == []
     assert convergence_page.verdict(found) == [
-        "**Missed targets: 1 of 3, 7 not measured.** ours, rowwise, fast sums, eager: time over bfloat16 0.620 of 0.6."
+        "**Missed targets: 1 of 3, 7 more not measured.** ours, rowwise, fast sums, eager: time over bfloat16 0.620 of 0.6."
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
     assert convergence_page.finding(rows) == [
-        "Targets reached on a GPU: 2 of 3, 39 not measured; of speed and memory alone 2 of 3, 39 not measured."
+        "Targets reached on a GPU: 2 of 3, 39 more not measured; of speed and memory alone 2 of 3, 39 more not measured."
     ]
     assert convergence_page.finding([replace(row, metric="other") for row in rows]) == []
     assert convergence_page.finding([]) == []

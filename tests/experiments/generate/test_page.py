@@ -55,7 +55,7 @@ def test_figures_of_two_gpus_are_two_files():
 def test_a_target_that_was_not_measured_is_open():
     rows = rows_of(BATCH1, {"int4 g128": 1.5, "int8": 1.3, "int4 g128, prepared": 1.8})
     assert page.findings(rows)[-1].endswith(
-        "2 of 3 targets are met, 2 not measured; missed: int8, batch 1, compiled 1.30 of 1.35; "
+        "2 of 3 targets are met, 2 more not measured; missed: int8, batch 1, compiled 1.30 of 1.35; "
         "not measured: int4 g128, batch 16, compiled; int8, batch 16, compiled."
     )
     lines = {line[0]: line[1:] for line in tables(rows)["Targets"].lines}

@@ -102,6 +102,10 @@ def test_page():
     # Student's t of three degrees of freedom: 3.18 times a standard error of 1 percent.
     assert "fp8 +0.1 ± 3.2%" in found[2]
     assert page.main_finding(rows).startswith(found[2])
+    assert found[1].rstrip(".") in page.main_finding(rows)
+    saturated = [replace(one, value=100.0) if one.metric == run.FOUND else one for one in rows]
+    assert "the test tells none apart" in page.findings(saturated)[1]
+    assert "needle" not in page.main_finding(saturated)
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
 
 

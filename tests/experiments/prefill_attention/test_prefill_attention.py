@@ -44,11 +44,23 @@ def test_page():
     rows = [row(ATTENTION, method, metric, value) for method, value in (("int8", 0.025), ("fp8", 0.06))
             for metric in (NORM, NORM + WORST)]  # fmt: skip
     rows += [row(ATTENTION, "int8", COSINE, 0.9997), row(ALL, "int8", "perplexity, change", 0.02)]
-    known = {"loss, change": 0.0, "loss, standard error of the change": 0.01, "windows": 4.0, "KL": 1e-4}
+    known = {
+        "loss, change": 0.0,
+        "loss, standard error of the change": 0.01,
+        "windows": 4.0,
+        "KL": 1e-4,
+        "KL, standard error": 1e-5,
+        "tokens of a window": 512.0,
+    }
     rows += [row(ALL, "int8", metric, value) for metric, value in known.items()]
     errors, changes = page.findings(rows)
-    assert errors == "Error of attention over the norm of its result, M (CPU, text): int8 2.5%, fp8 6.0%."
-    assert changes == "Change of the perplexity of M (CPU, text): int8 +0.0 ± 3.2%."
+    short = "short run, CPU, 4 windows of 512 tokens, text"
+    assert (
+        errors
+        == f"Error of attention over the norm of its result, M ({short}, the first window): int8 2.5%, fp8 6.0%."
+    )
+    told = "int8 +0.0 ± 3.2%; KL divergence from its own predictions, in nats: int8 0.000100 ± 0.000032."
+    assert changes == f"Change of the perplexity of M ({short}): {told}"
     (without, _) = page.findings([*rows, row(ATTENTION, "int8, neither", NORM, 0.032)])
     assert "int8 without the transform and with the mean key 3.2%" in without
     attention, predicted = page.sections(rows)

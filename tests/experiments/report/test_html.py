@@ -22,9 +22,11 @@ from experiments.report.content import (
     lead,
     parts,
     readable,
+    runs_of,
+    windows_in,
 )
 from experiments.report.pages import TEMPLATES, further_pages
-from experiments.report.results import number, shown
+from experiments.report.results import Results, by_run, number, shown
 from experiments.report.scoreboard import better, scoreboard, short
 
 REPORTS = ROOT / "reports"
@@ -369,3 +371,25 @@ def test_every_experiment_says_what_it_asks():
     for record in EXPERIMENTS.values():
         module = record.page_module()
         assert getattr(module, "QUESTION", "?").endswith("?")
+
+
+def test_a_run_of_little_text_is_a_short_one_at_any_scale():
+    def of(windows, length):
+        return [row(metric="windows", value=windows), row(metric="tokens of a window", value=length)]
+
+    little, enough = of(2, 512), of(8, 512)
+    several = [replace(one, method="other") for one in little]
+    assert str(windows_in([*enough, *several])) == "2 windows of 512 tokens"
+    assert windows_in([row()]) is None
+    (where,) = by_run(little, "quality")
+    assert where.run == "short run, CPU, 2 windows of 512 tokens"
+    (where,) = by_run(enough, "quality")
+    assert where.run == "CPU, 8 windows of 512 tokens"
+    assert [runs_of(one) for one in (little, enough)] == [["short run on CPU"], ["CPU"]]
+    assert Card(row(), "1", "loss", "bfloat16", rows=little).run == "short run on CPU"
+    assert not Card(row(), "1", "loss", "bfloat16", rows=enough).short
+
+
+def test_an_interval_over_books_counts_no_more_books_than_windows():
+    rows = [row("real M/full/books-held-out", metric="windows", value=value) for value in (2.0, 32.0)]
+    assert [Results([one]).count for one in rows] == [2, 7]

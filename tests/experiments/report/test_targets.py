@@ -23,6 +23,7 @@ from experiments.report.targets import (
     missed,
     missed_tables,
     percent_over,
+    verdict_of,
 )
 
 # Notes under tables and names of figures, from rows by hand.
@@ -115,13 +116,25 @@ def test_rows_of_a_method_with_one_limit_share_a_line():
         unit="times bfloat16",
     )
     (table,) = missed_tables([found])
-    assert (table.caption, tuple(table.columns)) == ("GPU: 1 of 4 reached, 1 not measured", COLUMNS)
+    assert (table.caption, tuple(table.columns)) == ("GPU: 1 of 4 reached, 1 more not measured", COLUMNS)
     about = "weights, 4096x4096"
     assert table.lines == [
         ["int4, 1, 4 tokens", about, "10.5, 12.0 us", "at most 10", "5.0 to 20.0%", "2026-11-28"],
         ["int4, 64 tokens", about, "0.90 times bfloat16", "at least 1", "10.0%", "2026-11-27"],
     ]
-    assert counted([found]) == "targets reached on GPU 1 of 4, 1 not measured"
+    assert counted([found]) == "targets reached on GPU 1 of 4, 1 more not measured"
+
+
+def test_a_number_of_the_first_page_says_its_target_and_whether_it_is_met():
+    runs = [
+        run(Target("int4", 11.3, 10.4, False, "us", ".1f"), Target("int8", None, 2.0), device="NVIDIA H200"),
+        run(Target("int4", 2.0, 1.9, unit="x"), device="another"),
+    ]
+    runs = [replace(one, where=replace(one.where, data="14336x4096")) for one in runs]
+    assert verdict_of(runs, row("int4"), "int4") == "target at most 10.4 us: missed"
+    assert verdict_of(runs, row("int4"), "int8") == "target at least 2: not measured"
+    assert verdict_of(runs, replace(row("int4"), device="another"), "int4") == "target at least 1.9 x: met"
+    assert verdict_of(runs, row("int4"), "nf4") == "no target"
 
 
 @pytest.mark.parametrize(("unit", "limit"), [("%", 0.5), ("", 0.0)])
@@ -199,7 +212,7 @@ def test_values_that_were_not_measured_are_counted():
     targets = [Target("a", 2.0, 1.0), Target("b", 0.5, 1.0), Target("c", None, 1.0)]
     assert [one.measured for one in targets] == ["2", "0.5", ""]
     assert str(targets[0]) == "a 2 of 1"
-    assert counts(targets, " are met") == "1 of 2 are met, 1 not measured"
+    assert counts(targets, " are met") == "1 of 2 are met, 1 more not measured"
     assert counts(targets[1:2]) == "0 of 1"
 
 
