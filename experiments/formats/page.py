@@ -87,7 +87,7 @@ def synthetic(where: Where, results: Results) -> Section:
         f"formats-rate-{where.ending}",
         "Signal to noise against bits per element of the same tensors, scales included. Default schemes; a point per block "
         "size.",
-        scatter_panels(panels, BITS, "signal to noise (dB)", columns=3),
+        scatter_panels(panels, BITS, "signal to noise (dB)", columns=2),
     )
     return Section(
         f"Synthetic data ({where})",

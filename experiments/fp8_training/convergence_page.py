@@ -176,9 +176,10 @@ def gap_drawing(where: Where, gaps: Results) -> Drawing:
     figure = dots(
         [f"{method}, {setting}" for setting, method in lines],
         {metric: [one and one.mean for one in values] for metric, values in found.items()},
-        f"gap to bfloat16 (%); the line marks the margin of {MARGIN}%",
+        f"gap to bfloat16 (%); light line: 0, dark line: the margin of {MARGIN}%",
         errors={metric: [one and one.half for one in values] for metric, values in found.items()},
         base=MARGIN,
+        height=0.1 + 0.09 * len(metrics),
     )
     return Drawing(f"fp8-gaps-{where.ending}", "Gaps to bfloat16 with 95% intervals.", figure)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.kernels.operations import LARGE, SMALL
 from experiments.kernels.results import CaseResult
-from experiments.report.plots import MARKERS, SERIES, STYLE, set_titles
+from experiments.report.plots import MARKERS, SERIES, SMALLEST, STYLE, separate, set_titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MISSED = "#cc0000"
 BASELINE = "#888888"
+#: The fraction under which the figure of all operations names a dot.
+LOW = 0.8
 LINE_HEIGHT = 0.19
 ROOF_HEIGHT = 5.0
 
@@ -42,24 +44,44 @@ def by_operation(lines: Sequence[CaseResult], width: float = 8.6) -> Figure:
 
     shown = [line for line in lines if line.shape in LARGE and "fraction" in line.values]
     names = list(dict.fromkeys(operation(line) for line in shown))
+    places: dict[tuple[str, str], float] = {}
     with mpl.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=(width, 1.2 + 0.3 * max(len(names), 4)))
+        figure, axis = pyplot.subplots(figsize=(width, 1.2 + 0.34 * max(len(names), 4)))
         for position, shape in enumerate(LARGE):
+            mine = [line for line in shown if line.shape == shape]
+            heights = {line.case: 0.12 - 0.24 * position - names.index(operation(line)) for line in mine}
             for missed in (False, True):
-                mine = [line for line in shown if line.shape == shape and bool(line.missed) == missed]
-                heights = {line.case: 0.12 - 0.24 * position - names.index(operation(line)) for line in mine}
-                color = MISSED if missed else SERIES[position]
-                label = None if missed else shape
-                scatter(axis, mine, heights, color, MARKERS[position], label)
+                some = [line for line in mine if line.below == missed]
+                color, label = (MISSED, None) if missed else (SERIES[position], shape)
+                scatter(axis, some, heights, color, MARKERS[position], label)
+            draw_targets(axis, mine, heights, position == 0)
+            places |= {(line.case, shape): heights[line.case] for line in mine}
+        notes = name_low(axis, shown, places)
         axis.axvline(1, color="#444444", linewidth=0.9)
         axis.set_yticks([-height for height in range(len(names))], names)
         axis.set_xlim(left=0)
         axis.set_xlabel("memory-bandwidth utilisation")
         if names:
-            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1 if width <= NARROW else 2)
+            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1 if width <= NARROW else 3)
         figure.tight_layout()
+        separate(notes)
     pyplot.close(figure)
     return figure
+
+
+def name_low(axis: Axes, lines: Sequence[CaseResult], places: dict[tuple[str, str], float]) -> list[Any]:
+    """The names of cases whose fraction is low, each once, beside its lowest dot."""
+    lowest: dict[str, CaseResult] = {}
+    for line in sorted(lines, key=lambda one: one.values["fraction"], reverse=True):
+        if line.values["fraction"] < LOW:
+            lowest[line.case] = line
+    return [
+        axis.annotate(
+            case.partition(".")[2], (line.values["fraction"], places[case, line.shape]), (-5, -2),
+            textcoords="offset points", ha="right", fontsize=SMALLEST,
+        )
+        for case, line in reversed(lowest.items())
+    ]  # fmt: skip
 
 
 def roofline(lines: Sequence[CaseResult]) -> Figure:
@@ -73,7 +95,7 @@ def roofline(lines: Sequence[CaseResult]) -> Figure:
     names = list(dict.fromkeys(line.case for line in shown))
     height = 1.6 + LINE_HEIGHT * max(len(names), 30)
     with mpl.rc_context(STYLE):
-        figure = pyplot.figure(figsize=(13, height))
+        figure = pyplot.figure(figsize=(12.4, height))
         # The roof is as high as it needs to be, however many kernels there are.
         grid = figure.add_gridspec(
             2, 2, width_ratios=(3, 2), height_ratios=(ROOF_HEIGHT, height - ROOF_HEIGHT)
@@ -87,12 +109,12 @@ def roofline(lines: Sequence[CaseResult]) -> Figure:
 
 def draw_fractions(axis: Axes, lines: Sequence[CaseResult], names: Sequence[str]) -> None:
     """Fractions of the copy rate, targets and fastest baselines, a line per kernel."""
-    bad = next((line.shape for line in lines if line.missed and "fraction" in line.values), None)
+    bad = next((line.shape for line in lines if line.below and "fraction" in line.values), None)
     for position, shape in enumerate(shapes_of(lines)):
         mine = [line for line in lines if line.shape == shape]
         heights = {line.case: -names.index(line.case) - 0.16 * position for line in mine}
         for missed in (False, True):
-            dots = [line for line in mine if "fraction" in line.values and bool(line.missed) == missed]
+            dots = [line for line in mine if "fraction" in line.values and line.below == missed]
             label = ("below a target" if shape == bad else None) if missed else shape
             scatter(
                 axis, dots, heights, MISSED if missed else SERIES[position % 5], MARKERS[position % 5], label
@@ -106,7 +128,7 @@ def draw_fractions(axis: Axes, lines: Sequence[CaseResult], names: Sequence[str]
     axis.set_xlabel("memory-bandwidth utilisation (fewest bytes, over a copy)")
     axis.set_title("Utilisation by kernel", loc="left", pad=34)
     if names:
-        axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, fontsize=7)
+        axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, fontsize=7.5)
 
 
 def scatter(
@@ -162,7 +184,7 @@ def draw_roof(axis: Axes, lines: Sequence[CaseResult]) -> None:
     measured = [line for line in lines if "rate" in line.values]
     for position, shape in enumerate(shapes_of(measured)):
         for missed in (False, True):
-            mine = [line for line in measured if line.shape == shape and bool(line.missed) == missed]
+            mine = [line for line in measured if line.shape == shape and line.below == missed]
             points(axis, mine, MISSED if missed else SERIES[position % 5], MARKERS[position % 5], shape)
     roof = roof_of(measured)
     axis.plot(
@@ -174,7 +196,7 @@ def draw_roof(axis: Axes, lines: Sequence[CaseResult]) -> None:
     axis.set_ylabel("rate reached (TB/s)")
     axis.set_title("Roofline", loc="left")
     if measured:
-        axis.legend(loc="lower right", fontsize=7)
+        axis.legend(loc="lower right", fontsize=7.5)
 
 
 def points(axis: Axes, lines: Sequence[CaseResult], color: str, marker: str, shape: str) -> None:

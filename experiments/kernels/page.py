@@ -53,11 +53,11 @@ BASELINE_TEXT = (
 )
 CAPTION = (
     "Memory-bandwidth utilisation per kernel, with its target and its fastest baseline, and the rates reached under the "
-    "ceiling of copies of the same run. Red: below a target."
+    "ceiling of copies of the same run. Red: below its target of utilisation, the upright tick."
 )
 OPERATIONS = (
-    "Memory-bandwidth utilisation (rate over that of a copy) of every kernel on large tensors, by operation. Red: below its "
-    "target."
+    "Memory-bandwidth utilisation (rate over that of a copy) of every kernel on large tensors, by operation. Upright ticks: "
+    "targets of it; red: below its own. Targets of other quantities, such as speed over unfused kernels, are in the tables."
 )
 
 

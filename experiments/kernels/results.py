@@ -75,6 +75,11 @@ class CaseResult:
         return [str(target) for target in self.targets if target.reached is False]
 
     @property
+    def below(self) -> bool:
+        """Whether it misses a target of the fraction of a copy's bandwidth, of what figures of it show."""
+        return any(target.name == "fraction" and target.reached is False for target in self.targets)
+
+    @property
     def wrong(self) -> bool:
         """Whether it ran, and its result was not the reference's."""
         return self.status.startswith("wrong")

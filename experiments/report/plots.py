@@ -30,6 +30,10 @@ SPOTS = (
     (4, 5, "left"), (4, -9, "left"), (-4, 5, "right"), (-4, -9, "right"),
     (4, 13, "left"), (4, -17, "left"), (-4, 13, "right"), (-4, -17, "right"),
 )  # fmt: skip
+#: Colours and markers of the series of dot plots: no two of seven are the same.
+DOT_COLORS, DOT_MARKERS = (*SERIES, "#000000", "#56b4e9"), (*MARKERS, "P", "X")
+#: Points of the smallest text: nine pixels, where a figure is as wide as a page or narrower.
+SMALLEST = 7.0
 #: Titles of the markers of each figure, by the group of the SVG that holds them.
 TITLES: WeakKeyDictionary[Figure, dict[str, list[str]]] = WeakKeyDictionary()
 
@@ -64,6 +68,7 @@ def svg(figure: Figure) -> str:
     import matplotlib as mpl
 
     buffer = io.StringIO()
+    plain_ticks(figure)
     with mpl.rc_context(STYLE):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -77,6 +82,18 @@ def svg(figure: Figure) -> str:
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
     lines = (line.strip() for line in body.splitlines())
     return _with_classes("\n".join(line for line in lines if line) + "\n")
+
+
+def plain_ticks(figure: Figure) -> None:
+    """Numbers without powers at logarithmic axes: an exponent would be smaller than all other text."""
+    from matplotlib.ticker import LogFormatter, LogFormatterSciNotation, StrMethodFormatter
+
+    for axis in figure.axes:
+        for dimension in (axis.xaxis, axis.yaxis):
+            if isinstance(dimension.get_major_formatter(), LogFormatterSciNotation):
+                dimension.set_major_formatter(StrMethodFormatter("{x:g}"))
+            if isinstance(dimension.get_minor_formatter(), LogFormatterSciNotation):
+                dimension.set_minor_formatter(LogFormatter(labelOnlyBase=False))
 
 
 def _titled(body: str, group: str, titles: Sequence[str]) -> str:
@@ -180,7 +197,8 @@ def dots(
 ) -> Figure:
     """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
-    base: where a vertical line marks the value to compare with.
+    base: where a vertical line marks the value to compare with. With errors series lie below each other within a line, so that
+    none hides another, and a light line marks 0.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
     width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it. written:
     whether each value stands at its marker, in the marker's colour.
@@ -193,19 +211,20 @@ def dots(
     errors = {name: [values[place] for place in places] for name, values in (errors or {}).items()}
     figure, (axis,) = subplots(1, 1, (width, 0.7 + height * max(1, len(labels))))
     heights = [-height for height in range(len(labels))]
+    apart = 0.7 / len(series) if errors and series else 0.0
     ends, notes = [0.0], list[Any]()
     for number, (name, values) in enumerate(series.items()):
         spread = errors.get(name) or [None] * len(values)
         drawn = [
-            (value, height, error or 0.0)
-            for value, height, error in zip(values, heights, spread, strict=True)
+            (value, label, -place - apart * (number - (len(series) - 1) / 2), error or 0.0)
+            for place, (value, label, error) in enumerate(zip(values, labels, spread, strict=True))
             if is_number(value)
         ]
         if not drawn:
             continue
-        x, y, widths = zip(*drawn, strict=True)
-        ends += [end for value, _, error in drawn for end in (value - error, value + error)]
-        color, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+        x, _, y, widths = zip(*drawn, strict=True)
+        ends += [end for value, *_, error in drawn for end in (value - error, value + error)]
+        color, marker = DOT_COLORS[number % len(DOT_COLORS)], DOT_MARKERS[number % len(DOT_MARKERS)]
         drawing = axis.errorbar(
             x,
             y,
@@ -216,9 +235,9 @@ def dots(
             elinewidth=1,
             label=name,
         )
-        titles = [f"{labels[-height]}, {name}: {value:.4g}".replace("\n", " ") for value, height, _ in drawn]
+        titles = [f"{label}, {name}: {value:.4g}".replace("\n", " ") for value, label, *_ in drawn]
         set_titles(figure, drawing[0], titles)
-        notes += [note_of(axis, value, place, color) for value, place, _ in drawn if written]
+        notes += [note_of(axis, value, place, color) for value, _, place, _ in drawn if written]
     axis.set_yticks(heights, labels, fontsize=min(9, 43 * height))
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
     if symlog is not None and axis.has_data():
@@ -226,6 +245,8 @@ def dots(
         axis.axvline(0, color="#888888", linewidth=0.8)
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
+    if errors and axis.has_data():
+        axis.axvline(0, color="#aaaaaa", linewidth=0.8, zorder=0)
     if base is not None and axis.has_data():
         axis.axvline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
@@ -256,13 +277,16 @@ def heatmap(
         [[math.nan if value is None else value for value in line] for line in values], dtype=float
     )
     finite = grid[np.isfinite(grid)]
-    figure, (axis,) = subplots(1, 1, (1.8 + 0.36 * len(columns), 1.6 + 0.175 * len(rows)))
+    written = grid.size <= MOST_WRITTEN
+    # As wide as a page at most: a browser would make a wider figure smaller, and its text with it.
+    width = WRITTEN_CELL if written else min(0.36, WIDEST_GRID / len(columns))
+    figure, (axis,) = subplots(1, 1, (1.8 + width * len(columns), 1.6 + 0.175 * len(rows)))
     limits = {"vmin": finite.min(), "vmax": finite.max()} if finite.size else {}
     image = axis.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", **limits)
     axis.set_xticks(
         range(len(columns)), columns, rotation=60, ha="right", fontsize=7.5, rotation_mode="anchor"
     )
-    if finite.size and grid.size <= MOST_WRITTEN:
+    if finite.size and written:
         write_cells(axis, grid, (finite.min() + finite.max()) / 2)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
@@ -273,6 +297,8 @@ def heatmap(
 
 #: Cells of a grid whose values are written into them.
 MOST_WRITTEN = 1200
+#: Inches of a cell with its value in it, and of all columns of a grid.
+WRITTEN_CELL, WIDEST_GRID = 0.46, 8.8
 
 
 def write_cells(axis: Axes, grid: Any, middle: float) -> None:
@@ -282,7 +308,7 @@ def write_cells(axis: Axes, grid: Any, middle: float) -> None:
     for (place, column), value in np.ndenumerate(grid):
         if math.isfinite(value):
             color = "black" if value > middle else "white"
-            axis.text(column, place, f"{value:.3g}", ha="center", va="center", fontsize=5.5, color=color)
+            axis.text(column, place, f"{value:.3g}", ha="center", va="center", fontsize=SMALLEST, color=color)
 
 
 def subplots(
@@ -434,23 +460,60 @@ def ratio_map(
 ) -> Figure:
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
     lines without any value are left out. xlabel: what the columns are of."""
-    import numpy as np
-
     rows, values = measured_lines(rows, values)
-    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
     figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
-    reach = math.log2(END)
-    image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    write_values(axis, values)
-    axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    image = draw_ratios(axis, rows, columns, values)
     axis.set_xlabel(xlabel)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
-    axis.grid(False)
     bar = figure.colorbar(image, ax=axis, pad=0.02)
     ticks = (1 / END, 0.5, 1.0, 2.0, END)
     bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
     bar.set_label(label)
     return figure
+
+
+def narrow_ratio_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    label: str,
+    xlabel: str,
+) -> Figure:
+    """The same for a phone: grids of so many columns below each other, without the scale of colours, which the values tell."""
+    rows, values = measured_lines(rows, values)
+    grids = math.ceil(len(columns) / NARROW_COLUMNS)
+    width = math.ceil(len(columns) / max(1, grids))
+    starts = range(0, len(columns), width)
+    size = (3.6, len(starts) * (0.75 + 0.2 * len(rows)))
+    figure, axes = subplots(len(starts), 1, size)
+    for axis, start in zip(axes, starts, strict=True):
+        end = start + width
+        shown = [[*line[start:end], *[None] * (end - len(columns))] for line in values]
+        names = [*columns[start:end], *[""] * (end - len(columns))]
+        draw_ratios(axis, rows, names, shown)
+        axis.set_xlabel(xlabel)
+    axes[0].set_title(label, loc="left")
+    figure.tight_layout()
+    return figure
+
+
+#: Columns of a grid on a phone.
+NARROW_COLUMNS = 7
+
+
+def draw_ratios(
+    axis: Axes, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]
+) -> Any:
+    """Colours and values of a grid of ratios; returns the image, for its scale."""
+    import numpy as np
+
+    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
+    reach = math.log2(END)
+    image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
+    write_values(axis, values)
+    axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
+    axis.grid(False)
+    return image
 
 
 def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
@@ -459,7 +522,9 @@ def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
         for column, value in enumerate(line):
             if not math.isnan(power := power_of(value)):
                 color = "white" if abs(power) > DARK else "black"
-                axis.text(column, place, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=color)
+                axis.text(
+                    column, place, f"{value:.2f}", ha="center", va="center", fontsize=SMALLEST, color=color
+                )
 
 
 def power_of(value: float | None) -> float:

@@ -461,3 +461,12 @@ def test_shapes_of_the_list_belong_to_the_cases_that_name_them():
         name for name in CASES if name.startswith("small.")
     }
     assert not any(case.operation == "small" for case, _, _ in run.pairs(list(CASES.values()), TINY))
+
+
+def test_a_figure_of_bandwidth_is_red_where_its_own_target_is_missed():
+    """Another target, such as speed over unfused kernels, is no matter of its axis."""
+    speed, fraction = Target("speedup over unfused", 1.7, 1.8), Target("fraction", 0.98, 0.85)
+    line = CaseResult("swiglu.mxfp8", "16384x4096", "ok", {"fraction": 0.98}, (speed, fraction))
+    assert line.missed
+    assert not line.below
+    assert replace(line, targets=(replace(fraction, value=0.8),)).below

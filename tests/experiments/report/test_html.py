@@ -393,3 +393,35 @@ def test_a_run_of_little_text_is_a_short_one_at_any_scale():
 def test_an_interval_over_books_counts_no_more_books_than_windows():
     rows = [row("real M/full/books-held-out", metric="windows", value=value) for value in (2.0, 32.0)]
     assert [Results([one]).count for one in rows] == [2, 7]
+
+
+def sizes_of(figure):
+    """The sizes of an SVG's texts, in points."""
+    return [
+        float(one) for one in re.findall(r"(?:font:|font-size:) ?(?:\w+ )*([\d.]+)(?:px)?", plots.svg(figure))
+    ]
+
+
+def test_texts_of_figures_are_large_enough_to_read():
+    rows, columns, values = ["a", "b"], [str(one) for one in range(13)], [[0.5] * 13, [2.0] * 13]
+    made = [
+        plots.heatmap(rows, columns, values, "x"),
+        plots.ratio_map(rows, columns, values, "x", "tokens"),
+        plots.narrow_ratio_map(rows, columns, values, "x", "tokens"),
+        plots.dots(rows, {"one": [0.001, 30.0]}, "x", symlog=0.01),
+    ]
+    for figure in made:
+        found = sizes_of(figure)
+        assert found
+        assert min(found) >= plots.SMALLEST
+    wide = plots.heatmap(rows * 20, [str(one) for one in range(60)], [[1.0] * 60] * 40, "x")
+    assert wide.get_size_inches()[0] * 96 < 1100
+    assert plots.svg(made[2]).count(">tokens</text>") == 2
+
+
+def test_series_of_dots_differ_and_none_hides_another():
+    series = {str(number): [1.0, 2.0] for number in range(7)}
+    figure = plots.dots(["a", "b"], series, "x", errors={name: [0.1, 0.1] for name in series})
+    lines = [one[0] for one in figure.axes[0].containers]
+    assert len({(one.get_color(), one.get_marker()) for one in lines}) == len(lines) == 7
+    assert len({height for one in lines for height in one.get_ydata()}) == 14
