@@ -223,7 +223,8 @@ def _told(part: Any) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.name in always or value != field.default:
-            yield field.name, block_text(value) if field.name == "block" else value
+            # As one writes it in a record, and in words where these are others.
+            yield field.name, "-1 (row)" if field.name == "block" and value == -1 else value
 
 
 def text(value: Any) -> str:

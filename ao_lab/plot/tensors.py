@@ -190,8 +190,8 @@ def scheme_errors(
     dense model, whose linear layers are taken as `quantize_` would (heads that are tied to an embedding are left out). Blocks
     run along the last axis. progress: called with a scheme's name, how many schemes are done, and of how many.
 
-    ValueError for an unknown scheme, no scheme, no tensor, or where a scheme takes none of the tensors; TypeError as `quantize`
-    raises it.
+    ValueError for an unknown scheme, no scheme, no tensor, a tensor with NaN or infinity (named), or where a scheme takes none
+    of the tensors; TypeError as `quantize` raises it.
     """
     with wrong_input():
         records = [scheme_of(one) for one in schemes]
@@ -202,12 +202,35 @@ def scheme_errors(
         raise WrongInput(
             "there is no weight of a linear layer to draw; give arrays, or a model with nn.Linear"
         )
+    check_finite(found)
     result = SchemeErrors()
     for number, record in enumerate(records):
         progress(record.name, number, len(records))
         result.append(_of_scheme(found, record))
     progress("", len(records), len(records))
     return result
+
+
+def check_finite(tensors: Mapping[str, Any]) -> None:
+    """ValueError that names the tensors with NaN or infinity: an error relative to them is no number."""
+    odd: dict[str, int] = {}
+    for name, x in tensors.items():
+        dense = as_numpy(x)
+        # What is no number is refused by `quantize`.
+        count = 0 if dense.dtype.kind in "OSUc" else int(dense.size - np.isfinite(dense).sum())
+        if count:
+            odd[name] = count
+    if odd:
+        told = ", ".join(f"{name} ({count} of them)" for name, count in list(odd.items())[:MOST_NAMED])
+        more = f" and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
+        raise WrongInput(
+            f"errors are relative to finite values, and there is NaN or infinity in {told}{more}; leave these tensors out or "
+            "replace the values"
+        )
+
+
+#: Tensors that an error names.
+MOST_NAMED = 5
 
 
 def tensors_of(x: Any) -> Iterable[tuple[str, Any]]:
@@ -313,9 +336,11 @@ def schemes(
         count = max(len(one.tensors) + len(one.refused) for one in found)
         axis.set_yticks([-place for place in range(len(found))], [_label(one) for one in found])
         axis.set_ylim(-len(found) + 0.4, 0.9)
-        axis.set_xscale("log")
+        # Where all errors are 0 there is nothing that a logarithmic axis could show.
+        axis.set_xscale("log" if any(one.total > 0 for one in found) else "linear")
         ticker = needed("matplotlib.ticker")
-        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        if axis.get_xscale() == "log":
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel(

@@ -24,7 +24,7 @@ from fast.matmul.preshuffled.linear import INPUTS, preshuffled, restored
 from fast.matmul.weights import MULTIPLIED, one_scale
 from reference import Quantized, Scheme
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
-from reference.schemes.schemes import scheme_fields, scheme_from
+from reference.schemes.in_files import loaded_scheme, stored_fields
 
 #: Names of the tensors inside, in the order in which tracers see them. Those that a scheme or a storage lacks are None.
 PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero", "metadata")
@@ -110,8 +110,8 @@ def described(meta: Meta) -> dict[str, Any]:
     recipe = meta.recipe
     return {
         "version": VERSION,
-        "weight": scheme_fields(recipe.weight),
-        "activation": None if recipe.activation is None else scheme_fields(recipe.activation),
+        "weight": stored_fields(recipe.weight),
+        "activation": None if recipe.activation is None else stored_fields(recipe.activation),
         "kernel": recipe.kernel,
         "accumulation": recipe.accumulation,
         "axis": meta.axis,
@@ -136,8 +136,8 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
             f"kernel {kernel!r} supports weights in {SPARSE} storage only, this one's is {layout!r}"
         )
     recipe = recipe_of(
-        weight=scheme_from(fields["weight"]),
-        activation=None if activation is None else scheme_from(activation),
+        weight=loaded_scheme(fields["weight"]),
+        activation=None if activation is None else loaded_scheme(activation),
         kernel=kernel,
         accumulation=fields["accumulation"],
         rotation=fields.get("rotation", 0),

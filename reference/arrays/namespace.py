@@ -379,7 +379,7 @@ NAMED = 3
 LONGEST_LIST = 20
 #: Of which records `ao-lab formats`, `ao-lab schemes` and `ao-lab configs` list the names.
 LISTED = ("format", "scheme", "config")
-#: Of which records people make their own, and what is said where no name is like one that is not known.
+#: Of which records people make their own, and what is said of a name that is not known.
 OWN = ("format", "scheme")
 REGISTER = "; one of your own is registered first: ao_lab.register(record), or ao-lab --import FILE.py"
 
@@ -434,7 +434,7 @@ def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
         dict.fromkeys([*sorted(inside, key=lambda one: not one.lower().startswith(words)), *similar])
     )[:NAMED]
     if close:
-        return f"the nearest are {', '.join(close)}"
+        return f"the nearest are {', '.join(close)}{REGISTER * own}"
     return _known(table, what) + REGISTER * own
 
 

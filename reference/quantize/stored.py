@@ -71,7 +71,9 @@ class Quantized:
         """The scheme, shapes and dtypes, without the values: "Quantized(mxfp8_e4m3, shape (4, 96), codes uint8, ...)"."""
         parts = [("codes", self.codes), ("scale", self.scale), ("outer", self.outer), ("zero", self.zero)]
         told = [f"{name} {_described(part, self.shape)}" for name, part in parts if part is not None]
-        flags = [name for name, on in (("packed", self.packed), ("tiled", self.tiled)) if on]
+        # Codes of whole bytes are the same packed or not.
+        packed = self.packed and self.scheme.format.bits % 8 != 0
+        flags = [name for name, on in (("packed", packed), ("tiled", self.tiled)) if on]
         axis = [f"axis {self.axis}"] if self.axis not in (-1, len(self.shape) - 1) else []
         elements = prod(self.shape)
         extra = sum(

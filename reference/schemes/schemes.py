@@ -19,7 +19,7 @@ convert a record to plain values (numbers, text, lists) and back, with the forma
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any, TypeVar
@@ -262,6 +262,20 @@ class Scheme:
 
     def __repr__(self) -> str:
         return f"Scheme({self.name})"
+
+    def __str__(self) -> str:
+        """The fields that are not the default ones: for people."""
+        return _told(self)
+
+
+def _told(record: Scheme | Scale | Zero) -> str:
+    """A record with the fields that differ from their defaults, records within it likewise."""
+    told = []
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if value != one.default:
+            told.append(f"{one.name}={_told(value) if isinstance(value, (Scale, Zero)) else repr(value)}")
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 def scheme_fields(scheme: Scheme) -> dict[str, Any]:

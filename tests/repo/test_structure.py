@@ -43,6 +43,7 @@ TESTED_BY = {
     "lazy": "../repo/test_public_names.py",
     "layers.rotary": "layers/test_gradients.py",
     "matmul.operands": "matmul/test_matmul.py",
+    "schemes.in_files": "schemes/test_schemes.py",
     "sparsity.activation": "sparsity/test_prune.py",
     "sparsity.linear_sparse_int4": "sparsity/test_linear_sparse.py",
 }

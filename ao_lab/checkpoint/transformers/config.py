@@ -25,7 +25,7 @@ from ao_lab.checkpoint.io.strict_json import check_scheme_fields, shown
 from ao_lab.config import granularity
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig, kind_of
 from reference import Scheme
-from reference.schemes.schemes import scheme_fields, scheme_from
+from reference.schemes.in_files import loaded_scheme, stored_fields
 
 #: What a description in config.json may say.
 STORED = ("quant_method", "version", "weights", "kv_cache_scheme")
@@ -227,7 +227,7 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, Scheme):
-        return {SCHEME: json.loads(json.dumps(scheme_fields(value)))}
+        return {SCHEME: json.loads(json.dumps(stored_fields(value)))}
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -249,7 +249,7 @@ def _from_plain(value: Any) -> Any:
         return found
     if SCHEME in value:
         check_scheme_fields(value[SCHEME], "scheme")
-        return scheme_from(value[SCHEME])
+        return loaded_scheme(value[SCHEME])
     name = value.get(CLASS)
     if name in granularity.NAMES:
         kind = getattr(granularity, str(name))

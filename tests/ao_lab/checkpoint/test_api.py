@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from torch import nn
 
@@ -400,7 +401,13 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 32))
 ao_lab.load_pretrained(sys.argv[1], model)
 wanted = torch.load(sys.argv[2])
 assert torch.equal(model[0].weight.dequantize(), wanted)
-print("RESULT", model[0].weight.scheme.element, reference.FORMATS["float8_e3m4_tested"].mantissa_bits)
+scheme = model[0].weight.scheme
+assert "float8_e3m4_tested" not in reference.FORMATS
+ao_lab.register(ao_lab.Format(name="float8_e3m4_tested", kind="float", bits=8, exponent_bits=3, mantissa_bits=4, bias=4))
+ao_lab.load_pretrained(sys.argv[1], model)
+assert torch.equal(model[0].weight.dequantize(), wanted)
+ao_lab.save_pretrained(model, "again", layout="ao_lab")
+print("RESULT", scheme == model[0].weight.scheme, scheme.format.mantissa_bits)
 """
 
 
@@ -433,4 +440,9 @@ def test_a_format_of_ones_own_travels_with_the_model(tmp_path, recorded):
         tmp_path / "read.py", tmp_path / "model", tmp_path / "wanted.pt", server="ao_lab", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-3:] == ["RESULT", made.name, "4"]
+    assert done.stdout.split()[-3:] == ["RESULT", "True", "4"]
+    first, again = (
+        safetensors.safe_open(next(path.glob("*.safetensors")), "pt").metadata()
+        for path in (tmp_path / "model", tmp_path / "again")
+    )
+    assert first == again

@@ -74,6 +74,14 @@ def test_stored_tensors_are_drawn_as_they_are():
         plot.tensor(weight, "mxfp4")
 
 
+#: With NaN and infinity.
+NAN = np.where(np.arange(X.size).reshape(X.shape) < 2, np.float32([np.nan, np.inf] * (X.shape[-1] // 2)), X)
+
+
+def test_a_tensor_without_errors_is_drawn_and_saved(tmp_path):
+    assert plot.save(plot.schemes(np.zeros((2, 64), np.float32), ["mxfp4"]), tmp_path / "x.svg").is_file()
+
+
 def test_errors_are_relative_rms_over_all_tensors():
     a, b = X[:32], 3 * X[32:64]
     (found,) = plot.scheme_errors({"a": a, "b": torch.tensor(b)}, ["mxfp4"])
@@ -108,6 +116,8 @@ def test_models_are_drawn_by_their_linear_layers():
         (lambda: plot.schemes(nn.ReLU()), "no weight of a linear layer"),
         (lambda: plot.schemes("no/such/folder"), "is no folder of a model"),
         (lambda: plot.tradeoff([]), "one point or more"),
+        (lambda: plot.schemes({"a": X, "b": NAN}, ["mxfp4"]), r"NaN or infinity in b \(2 of them\); leave"),
+        (lambda: plot.scheme_errors(torch.tensor(NAN), ["mxfp4"]), r"NaN or infinity in tensor"),
     ],
 )
 def test_wrong_inputs(draw, said):

@@ -18,6 +18,7 @@ from ao_lab.testing import assert_same_bits
 from reference import FORMATS, SCHEMES, Format, Scale, Scales, Scheme, Zero, register
 from reference.formats.encode import MODES
 from reference.formats.storage import storage_dtype
+from reference.schemes.in_files import loaded_scheme, stored_fields
 from reference.schemes.schemes import (
     RECORDS,
     format_fields,
@@ -185,6 +186,38 @@ def test_records_travel_as_text(scheme):
     other = json.loads(text)
     other["formats"][0]["table"][0] = -8.0
     refused(ValueError, "'posit_like' is the name of another format", scheme_from, other)
+
+
+def test_print_shows_the_fields_that_are_no_defaults(scheme):
+    told = "Scheme(name='posit_like_b32', element='posit_like', scale=Scale(block=32, target=4.0, floor=("
+    assert str(scheme).startswith(told)
+    assert repr(scheme) == "Scheme(posit_like_b32)"
+    refused(
+        ValueError,
+        "the nearest are posit_like_b32; one of your own is registered first",
+        scheme_of,
+        "posit_like_b3",
+    )
+
+
+def test_a_format_of_a_file_takes_no_name_from_others(scheme):
+    """Its scheme has it whatever its name means here, the name stays free, and files get it back as it was."""
+    text = json.dumps(scheme_fields(scheme))
+    assert loaded_scheme(json.loads(text)) == scheme  # registered here with the same fields
+    FORMATS.pop("posit_like")
+    other = register(replace(POSIT, table=(-8.0, *POSIT.table[1:])))
+    found = loaded_scheme(json.loads(text))
+    assert found.format == replace(POSIT, name=found.element)
+    assert (FORMATS["posit_like"], found.element.startswith("posit_like_")) == (other, True)
+    assert loaded_scheme(json.loads(text)) == found
+    assert json.dumps(stored_fields(found)) == text
+    assert record_of(found.key) == found
+    x = np.linspace(-8, 8, 64, dtype=np.float32).reshape(2, 32)
+    ours = reference.dequantize(reference.quantize(x, replace(scheme, name="ours")))
+    assert not np.array_equal(reference.dequantize(reference.quantize(x, found)), ours)
+    wrong = json.loads(text)
+    wrong["formats"][0]["name"] = wrong["element"] = "float8_e4m3fn"
+    refused(ValueError, "'float8_e4m3fn' is a format of this library with other fields", loaded_scheme, wrong)
 
 
 def test_files_may_have_them(scheme):
