@@ -54,7 +54,7 @@ def main_finding(rows: Sequence[Row]) -> str:
         return ""
     values = {one: found[1].value("normal", one, SNR) for one in QUOTED}
     words = [f"{name} {value:.1f} dB" for name, value in values.items() if value is not None]
-    return f"on normal data {', '.join(words)}" if words else ""
+    return f"signal to noise on normal data, more is better: {', '.join(words)}" if words else ""
 
 
 def order_sentence(results: Results, setting: str) -> str:

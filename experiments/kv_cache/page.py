@@ -87,8 +87,8 @@ def needles_found(rows: Sequence[Row]) -> list[str]:
     return [f"Of needles among {longest} tokens are found {', '.join(parts)}."]
 
 
-def predictions_found(rows: Sequence[Row]) -> list[str]:
-    """Divergences and changes of perplexity of each model, on the last text of its largest run."""
+def predictions_found(rows: Sequence[Row], brief: bool = False) -> list[str]:
+    """Divergences and changes of perplexity of each model, on the last text of its largest run; brief: the first of them."""
     words = []
     for kind in kinds(rows):
         best = best_run(by_run(rows, kind))
@@ -96,10 +96,12 @@ def predictions_found(rows: Sequence[Row]) -> list[str]:
             continue
         changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
         parts = {
-            "KL divergence from its own predictions, in nats": divergences(best[1], ALL),
+            "KL from its own predictions, nats": divergences(best[1], ALL),
             "change of perplexity": ", ".join(f"{method} {one}" for method, one in changes.items() if one),
         }
-        told = "; ".join(f"{name}: {values}" for name, values in parts.items() if values)
+        told = "; ".join(
+            [f"{name}: {values}" for name, values in parts.items() if values][: 1 if brief else None]
+        )
         words += [f"{kind.removeprefix(REAL)} ({best[0]}), {told}."] if told else []
     return words
 
@@ -107,7 +109,7 @@ def predictions_found(rows: Sequence[Row]) -> list[str]:
 def main_finding(rows: Sequence[Row]) -> str:
     """What models predict, and what sums lose; needles where they tell methods apart."""
     needles = [one for one in needles_found(rows) if "tells none apart" not in one]
-    return " ".join([*predictions_found(rows), *needles, *sums_found(rows)]).rstrip(".")
+    return " ".join([*predictions_found(rows, brief=True), *needles, *sums_found(rows)]).rstrip(".")
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

@@ -64,8 +64,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         random = max(best[1].value(s, m, f"{WORST}, {SOURCES[-1]}") or 0 for s, m in best[1].lines)
         words.append(
             f"From 1024 tokens a layer's error on later impressions is predicted within 5% for {number(share, 0)}% of layers "
-            f"and candidates, at worst by a factor of {number(worst, 2)}; from random normal inputs by a factor of up to "
-            f"{number(random, 1)}."
+            f"and candidates, at worst {number(worst, 2)}x; from random normal inputs up to {number(random, 1)}x."
         )
     if (best := best_run(by_run(rows, OUTPUTS))) is not None:
         ratios = [value for one in eight_bits(best[1]) if (value := best[1].value(*one, RATIO)) is not None]
@@ -76,10 +75,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
     if (best := best_run(by_run(rows, FAULTY))) is not None:
         found = {kind: [len(seen(best[1], kind, metric)) for metric in (SIGMAS, MERE)] for kind in KINDS}
         count = len(best[1].settings)
-        parts = [f"on {kind} {tests} ({mere} by MERE)" for kind, (tests, mere) in found.items()]
+        tests, mere = (", ".join(map(str, counts)) for counts in zip(*found.values(), strict=True))
         words.append(
-            f"Of {count} faulty kernels, written for this test, the tests of `probe_kernel` find at five standard errors "
-            f"{', '.join(parts)}; MERE is the mean of |error / output|."
+            f"Of {count} faulty kernels of our own `probe_kernel` finds {tests} on {', '.join(found)}; MERE, the "
+            f"mean of |error / output|, {mere}."
         )
     if (best := best_run(by_run(rows, ALARMS))) is not None:
         (one,) = best[1].lines

@@ -39,14 +39,14 @@ POLICY_TEXT = (
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
     words: list[str] = []
-    parts = [
-        f"{one.setting} on {where.data} {number(one.gap.mean, 2)} ± {number(one.gap.half, 2)}% "
-        f"({where.run}, {seeds_in([one.seeds])})"
-        for where, results in by_run(rows, TRAJECTORY).items()
-        for one in qualities(results)
-        if where.scale == "full" and one.method == "rowwise" and one.gap
-    ]
-    words.append(f"Relative log loss of rowwise over paired seeds: {'; '.join(parts)}." if parts else "")
+    parts: dict[str, list[str]] = {}
+    for where, results in by_run(rows, TRAJECTORY).items():
+        for one in qualities(results) if where.scale == "full" else []:
+            if one.method == "rowwise" and one.gap:
+                said = f"{one.setting} on {where.data} {number(one.gap.mean, 2)} ± {number(one.gap.half, 2)}%"
+                parts.setdefault(f"{where.run}, {seeds_in([one.seeds])}", []).append(said)
+    told = "; ".join(f"{', '.join(found)} ({run})" for run, found in parts.items())
+    words.append(f"Relative log loss of rowwise over paired seeds: {told}." if parts else "")
     if (best := best_run(by_run(rows, POLICIES))) is not None:
         where, results = best
         modelled = " (modelled times, not measured)" if where.device == "cpu" else ""

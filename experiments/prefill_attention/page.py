@@ -66,11 +66,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
             continue
         where, results = best
         errors = _said(results, ATTENTION, NORM, 100, 1)
-        changes = ", ".join(
-            f"{in_words(method)} {change}"
-            for method in results.methods
-            if (change := relative(results, ALL, method))
-        )
+        changes = changes_of(results)
         name = kind.removeprefix(REAL)
         if errors:
             words.append(
@@ -145,12 +141,23 @@ def _said(results: Results, setting: str, metric: str, factor: float, digits: in
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """What models predict with it, and the error of attention itself, of the last text."""
+    """What models predict with it, and the error of attention itself, of the last text; whole recipes alone."""
     kind = next(iter(kinds(rows)), "")
-    best = best_run(by_run(rows, kind))
-    mine = [row for row in rows if row.table.startswith(f"{kind}/") and ", " not in row.method]
-    words = findings(mine) if best else []
-    return " ".join(reversed(words)).rstrip(".")
+    best = best_run(by_run((row for row in rows if ", " not in row.method), kind))
+    if best is None:
+        return ""
+    where, results = best
+    changes = changes_of(results)
+    words = [f"Change of the perplexity of {kind.removeprefix(REAL)} ({where}): {changes}" if changes else ""]
+    errors = _said(results, ATTENTION, NORM, 100, 1)
+    words += [f"error of attention over the norm of its result, first window: {errors}" if errors else ""]
+    return "; ".join(filter(None, words))
+
+
+def changes_of(results: Results) -> str:
+    """The change of perplexity with each recipe."""
+    found = {method: relative(results, ALL, method) for method in results.methods}
+    return ", ".join(f"{in_words(method)} {change}" for method, change in found.items() if change)
 
 
 #: Recipes without one of the exact steps, or both, by the ends of their names.

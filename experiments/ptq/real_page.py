@@ -126,7 +126,7 @@ def drawing(run: RealRun) -> Drawing | None:
         return None
     labels = "size of the model (MB, decimal)", "increase of the loss (nats)"
     wide = scatter_panels(panels, *labels, symlog=LINEAR)
-    narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.7)
+    narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.5)
     caption = (
         f"{run.model}: loss against bytes, rounding to the nearest, with 95% intervals; linear below {LINEAR}, logarithmic "
         "above."

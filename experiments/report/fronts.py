@@ -30,7 +30,7 @@ PLACES = (
 #: Size of labels, and half the height of a point, in points of type.
 TYPE, DOT = 7.0, 2.5
 #: The width of a panel on a phone, and the least height of any, in inches.
-NARROW, LOWEST = 3.9, 3.4
+NARROW, LOWEST = 3.55, 3.4
 #: Names that the legend has beside each other for each inch of width, and the part of a panel's height that a line of it takes.
 WORDS, LINE = 0.7, 0.04
 #: How far apart the places of a line are that labels do not cover, in pixels.

@@ -96,6 +96,7 @@ def first_page(tmp_path):
         run="CPU",
         day="2026-11-29",
         row=SimpleNamespace(commit=""),
+        target="no target",
     )
     overview = SimpleNamespace(name="overview", caption="Speed")
     values = {
@@ -104,6 +105,7 @@ def first_page(tmp_path):
         "overview": overview,
         "commit": "",
         "families": True,
+        "fewest": 4096,
     }
     path = tmp_path / "index.html"
     path.write_text(render("index.html.j2", scoreboard=scoreboard([]), **values))
@@ -120,13 +122,15 @@ def test_a_phone_shows_devices_and_the_whole_figure(show, first_page):
 
 
 def test_what_scrolls_sideways_says_so(show):
-    page = show(LARGEST, 390, 844)
+    page = show("kernels.html", 390, 844)
     figure = page.locator(".wide").first
     figure.scroll_into_view_if_needed()
     page.wait_for_selector(".wide.more")
     width, inside = figure.evaluate("(box) => [box.clientWidth, box.scrollWidth]")
     assert width < 390 < inside
     assert "swipe" in figure.evaluate("(box) => getComputedStyle(box, '::before').content")
+    page = show("scoreboard.html", 390, 844)
+    page.wait_for_selector(".dt-layout-full.more")
 
 
 def test_the_first_page_is_painted_in_a_second(show):
