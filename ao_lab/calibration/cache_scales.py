@@ -26,6 +26,11 @@ from ao_lab.calibration.tokens import PADDING, Tokens
 from ao_lab.kv_cache.static_scales import CacheScales
 from ao_lab.transforms.walk import Block
 
+#: What is said of a block without scales of keys and values.
+NO_ATTENTION = (
+    "no scales of keys and values: no call of torch's scaled_dot_product_attention was seen in its block"
+)
+
 
 @dataclass
 class _Largest:

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.data import Seen, observe
+from ao_lab.transforms.data import Seen, leaves, observe, tensors
 from ao_lab.transforms.layers import TABLES, is_linear, is_transposed
-from ao_lab.transforms.walk import Block, leaves, tensors
+from ao_lab.transforms.walk import Block
 
 #: What a producer scales by: its gain, 1 + its gain, its rows.
 GAIN, OFFSET_GAIN, ROWS = "gain", "offset gain", "rows"

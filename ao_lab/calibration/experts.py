@@ -230,6 +230,11 @@ def is_in_out(target: Target) -> bool:
     return target.axis % 3 == 1
 
 
+def takes_methods(target: Target) -> bool:
+    """Whether a weight is a matrix, or experts that are quantized one by one."""
+    return target.parameter.dim() == 2 or (is_batched(target) and left_reason(target) is None)
+
+
 def left_reason(target: Target) -> str | None:
     """Why batched experts cannot be quantized one by one; None where they can."""
     scheme, shape = target.recipe.weight, tuple(target.parameter.shape)

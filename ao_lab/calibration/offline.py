@@ -33,17 +33,14 @@ import fast
 from ao_lab.calibration.heads import Head, find_heads, with_heads
 from ao_lab.calibration.rotations import Change
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.data import observe
+from ao_lab.transforms.data import changed, observe, of_tensors, tensors
 from ao_lab.transforms.layers import contraction_axis, full_name, is_transposed, shorten
 from ao_lab.transforms.walk import (
     Capture,
     Handed,
     captured,
-    changed,
     first_tensor,
     is_inside,
-    of_tensors,
-    tensors,
 )
 
 #: Of the largest output, in float64: sums of some thousand terms are off by less than 1e-12 of it.

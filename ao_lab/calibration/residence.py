@@ -5,7 +5,8 @@ until they are read, and none for long after that. A block is copied to the devi
 they reach the next one: as it was where nothing has changed, so that its weights are views of the files again, else with what
 changed. A quantized block whose file is there (`resume=`) becomes views of that file.
 
-Modules outside of the blocks (embeddings, a norm, the head) are copied for each of their calls. Operations, their order and
+Modules outside of the blocks (embeddings, a norm, the head) are copied for each of their calls; the largest one stays between
+calls as long as something stands in for the blocks (`ao_lab.transforms.by_block`). Operations, their order and
 their device are those of a model that is there as a whole, and so are all bits.
 """
 
@@ -14,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.data import holds_batches
-from ao_lab.transforms.walk import is_inside, of_tensors
+from ao_lab.transforms.by_block import ByBlock
+from ao_lab.transforms.data import holds_batches, of_tensors
+from ao_lab.transforms.walk import Capture, is_inside
 
 #: Takes the number of a finished block, gives its parameters by name; None where they are not in a file.
 Stored = Callable[[int], Mapping[str, torch.Tensor] | None]
@@ -59,6 +62,11 @@ class Copies:
     device: torch.device
     #: (module, its dictionary's name, the key, what it was, its values there).
     homes: list[tuple[nn.Module, str, str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """The size of them all."""
+        return sum(x.nbytes for _, _, _, x in _tensors(self.modules))
 
     def enter(self) -> None:
         """Copy them. A dense parameter stays the same object with other values, since plans know it by that."""
@@ -134,6 +142,11 @@ class Residence:
     stored: Stored | None = None
     here: str | None = None
     copies: Copies | None = None
+    #: Whether something stands in for the blocks, which stay where they are.
+    stood_in: bool = False
+    #: Modules outside of the blocks whose calls run, and one whose tensors stay for its next call.
+    calls: list[Copies] = field(default_factory=list)
+    kept: Copies | None = None
 
     @contextmanager
     def placed(self) -> Iterator[Residence]:
@@ -150,10 +163,32 @@ class Residence:
         finally:
             for handle in handles:
                 handle.remove()
+            self.let_go()
             self.leave()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Blocks that are called stay where they are inside: something stands in for them."""
+        self.stood_in = True
+        try:
+            yield
+        finally:
+            self.stood_in = False
+
+    def captures(self, waiting: int, say: Callable[[str], None]) -> Callable[..., Capture]:
+        """Makes a capture of which each block is copied once for many batches: at most so many bytes of outputs wait on the
+        device, or as many as the largest block has. say: is told of each block."""
+        if len(self.blocks) == 1:
+            return Capture
+        largest = max(sum(p.nbytes for p in block.parameters()) for block in self.blocks.values())
+        return partial(ByBlock, waiting=max(waiting, largest), around=self.around, say=say)
 
     def enter(self, name: str) -> None:
         """A block onto the device, the one before off it."""
+        if self.stood_in:
+            return
+        # What came last goes first: they may share a tensor.
+        self.let_go()
         if self.here == name:
             return
         self.leave()
@@ -185,19 +220,36 @@ class Residence:
 
     def _for_each_call(self, module: nn.Module) -> list[Any]:
         """Hooks that copy a module's tensors for each of its calls."""
-        inside: list[Copies] = []
-
-        def before(*_: Any) -> None:
-            inside.append(Copies([module], self.device))
-            inside[-1].enter()
-
-        def after(*_: Any) -> None:
-            inside.pop().leave(changed=False)
-
         return [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(lambda *_: self._begin(module), prepend=True),
+            module.register_forward_hook(lambda *_: self._end(), always_call=True),
         ]
+
+    def _begin(self, module: nn.Module) -> None:
+        """A module outside of the blocks onto the device, and a smaller one that was kept off it."""
+        if self.kept is not None and self.kept.modules == [module]:
+            self.calls.append(self.kept)
+            self.kept = None
+            return
+        copies = Copies([module], self.device)
+        if self.kept is not None and copies.bytes >= self.kept.bytes:
+            self.let_go()
+        self.calls.append(copies)
+        copies.enter()
+
+    def _end(self) -> None:
+        """The module whose call ends off the device, unless it is kept."""
+        copies = self.calls.pop()
+        if self.stood_in and self.kept is None and not self.calls:
+            self.kept = copies
+        else:
+            copies.leave(changed=False)
+
+    def let_go(self) -> None:
+        """The module that was kept off the device."""
+        if self.kept is not None:
+            self.kept.leave(changed=False)
+            self.kept = None
 
 
 def take(block: nn.Module, parameters: Mapping[str, torch.Tensor] | None) -> None:

@@ -27,8 +27,9 @@ from ao_lab.config.base import Observer
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import CacheScales
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.data import tensors
 from ao_lab.transforms.low_rank import give_residuals
-from ao_lab.transforms.walk import Capture, tensors
+from ao_lab.transforms.walk import Capture
 
 #: Values of a tensor that its digest reads at most.
 SAMPLE = 1 << 16

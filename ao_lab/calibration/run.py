@@ -1,6 +1,7 @@
 """The job of `quantize_(..., calibration=, methods=)`: block after block, each by inputs that the quantized ones before make.
 
-First everything is checked and the model runs once as it is (`ao_lab.transforms.walk.captured`). Then each block's data run
+First everything is checked and the model runs once as it is (`ao_lab.transforms.walk.captured`; where blocks come to a device
+one at a time, all batches through one before the next, `ao_lab.transforms.by_block`). Then each block's data run
 with a watch on its layers, which keeps moments of their inputs (`ao_lab.calibration.tokens`), shared by layers that read one
 tensor; its weights are quantized stack by stack (`ao_lab.calibration.layers`) and put in place, and the data run once more,
 for the next block. One block's moments are in memory at a time.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.autoround import Learned, Learning
-from ao_lab.calibration.cache_scales import scales_of_block
+from ao_lab.calibration.cache_scales import NO_ATTENTION, scales_of_block
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.experts import (
@@ -88,10 +89,6 @@ FIRST_PASS = "inputs of the blocks"
 PREFIXES = ("quantized", "float")
 #: What is said of a layer whose inputs do not fit the tokens of their batches.
 UNMATCHED = ("padding and held-out tokens are among its inputs, which are not of the batch's tokens",)
-#: What is said of a block without scales of keys and values.
-NO_ATTENTION = (
-    "no scales of keys and values: no call of torch's scaled_dot_product_attention was seen in its block"
-)
 
 
 @dataclass(frozen=True)
@@ -264,7 +261,9 @@ class Job:
         if self.residence is not None:
             batches = moved_batches(batches, self.residence.device)
         with nullcontext() if self.ranks is None else self.ranks.together():
-            capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
+            capture = captured(
+                self.model, batches, blocks, offload=self.request.offload, layers=layers, make=self.captures(targets)
+            )  # fmt: skip
         if self.ranks is not None:
             self.ranks.check_batches(len(capture.calls))
             capture.reached = set().union(*self.ranks.gathered(capture.reached))
@@ -273,6 +272,14 @@ class Job:
         lent -= set(self.observers)
         check_reached(capture, [name for name in names_of(flat) if name not in lent], "quantize_")
         return capture
+
+    def captures(self, targets: list[Target]) -> Callable[..., Capture]:
+        """What makes a capture: where blocks come one at a time, with outputs that wait in the memory of later sums x x^T."""
+        if self.residence is None:
+            return Capture
+        widest = max((t.parameter.shape[t.axis] for t in targets), default=0)
+        sums = (self.reading + self.factorizing) * widest**2 * torch.float64.itemsize
+        return self.residence.captures(sums, lambda word: self.say(f"{FIRST_PASS}: {word}"))
 
     def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, each of which `progress` is told before it runs."""
@@ -587,11 +594,6 @@ class Job:
             f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; {rest}. "
             f"ao_lab.explain(model) lists both"
         )
-
-
-def takes_methods(target: Target) -> bool:
-    """Whether a weight is a matrix, or experts that are quantized one by one."""
-    return target.parameter.dim() == 2 or (is_batched(target) and left_reason(target) is None)
 
 
 def _input_scales(target: Target) -> Scales | None:

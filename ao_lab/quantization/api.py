@@ -232,7 +232,8 @@ def _calibrate(
     plan: QuantizationPlan, quantizing: dict[int, Change], shared: JoinedScales, call: Call
 ) -> None:
     """Quantize by methods what they can quantize, and take it out of `quantizing`; the rest has a reason."""
-    from ao_lab.calibration.run import Job, takes_methods
+    from ao_lab.calibration.experts import takes_methods
+    from ao_lab.calibration.run import Job
 
     request = call.request
     assert request is not None

@@ -106,6 +106,49 @@ MOST_TOLD = 8
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in tuples and lists, in order. Mappings are values: blocks write into those that they share."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in tuples and lists, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with `change` of each leaf in its place; the value itself where none is another."""
+    if not isinstance(value, (tuple, list)):
+        return change(value)
+    values = [replaced(one, change) for one in value]
+    if all(new is old for new, old in zip(values, value, strict=True)):
+        return value
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+
+
+def of_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch with `change` of each tensor in its place, of those in mappings too."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: of_tensors(one, change) for key, one in value.items()}
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return replaced(batch, leaf)
+
+
+def changed(call: Call, change: Callable[[Any], Any]) -> Call:
+    """The arguments of a call with `change` of each leaf in its place."""
+    args, kwargs = call
+    return tuple(replaced(value, change) for value in args), {
+        key: replaced(value, change) for key, value in kwargs.items()
+    }
+
+
 def holds_batches(value: Any) -> bool:
     """Whether this is an iterable of batches, not a single one, nor a text."""
     return isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, Mapping, str))

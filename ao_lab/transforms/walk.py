@@ -32,7 +32,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.transforms.data import Autocast, Call, calls_of, described, mask_of, observe, place_of, taken
+from ao_lab.transforms.data import (
+    Autocast,
+    Call,
+    calls_of,
+    changed,
+    described,
+    leaves,
+    mask_of,
+    observe,
+    place_of,
+    taken,
+    tensors,
+)
 from ao_lab.transforms.layers import shorten
 
 #: The name that makes the whole model one block.
@@ -182,49 +194,6 @@ class HeldTensor:
         return self.value.clone() if self.value.device == self.device else self.value.to(self.device)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """The values in tuples and lists, in order. Mappings are values: blocks write into those that they share."""
-    if isinstance(value, (tuple, list)):
-        for one in value:
-            yield from leaves(one)
-    else:
-        yield value
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in tuples and lists, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with `change` of each leaf in its place; the value itself where none is another."""
-    if not isinstance(value, (tuple, list)):
-        return change(value)
-    values = [replaced(one, change) for one in value]
-    if all(new is old for new, old in zip(values, value, strict=True)):
-        return value
-    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-
-
-def of_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch with `change` of each tensor in its place, of those in mappings too."""
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: of_tensors(one, change) for key, one in value.items()}
-        return change(value) if isinstance(value, torch.Tensor) else value
-
-    return replaced(batch, leaf)
-
-
-def changed(call: Call, change: Callable[[Any], Any]) -> Call:
-    """The arguments of a call with `change` of each leaf in its place."""
-    args, kwargs = call
-    return tuple(replaced(value, change) for value in args), {
-        key: replaced(value, change) for key, value in kwargs.items()
-    }
-
-
 @dataclass
 class Known:
     """The tensors that blocks were given and have returned in one run of the model, held as long as the model holds them."""
@@ -263,7 +232,7 @@ class Known:
         if any(_is_still(x, place, ref, was) for ref, was in self.arguments):
             return True
         alive = [one for _, ref, _ in self.outputs if (one := ref()) is not None]
-        return (x.shape, x.dtype) != (like.shape, like.dtype) and not any(_share(x, one) for one in alive)
+        return (x.shape, x.dtype) != (like.shape, like.dtype) and not any(share(x, one) for one in alive)
 
 
 def _is_still(x: torch.Tensor, place: Any, ref: weakref.ref[torch.Tensor], was: Any) -> bool:
@@ -272,7 +241,7 @@ def _is_still(x: torch.Tensor, place: Any, ref: weakref.ref[torch.Tensor], was: 
     return held is not None and (held is x if place is None else place == was)
 
 
-def _share(x: torch.Tensor, other: torch.Tensor) -> bool:
+def share(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are of one piece of memory. A tensor without storage, as subclasses are, shares none."""
     try:
         mine, theirs = x.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
@@ -337,7 +306,7 @@ class Block:
 Stream = list[dict[Handed, HeldTensor]]
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """Ends a forward whose remaining layers nobody needs."""
 
 
@@ -371,6 +340,20 @@ class Capture:
         self.masks.append(mask_of(call))
         self.autocasts.append([])
         self.at, self.known, self.last = "", Known(), None
+        self.running = len(self.calls) - 1
+
+    def run(self, model: nn.Module, calibration: Iterable[Any]) -> None:
+        """All batches through the model as it is, one after the other."""
+        for call in calls_of(calibration):
+            self.run_whole(model, call)
+
+    def run_whole(self, model: nn.Module, call: Call) -> None:
+        """A batch through the whole model."""
+        self.begin(call)
+        with noting(model, self, call):
+            with suppress(Enough):
+                model(*call[0], **call[1])
+            self.check_all_ran()
 
     def check_all_ran(self) -> None:
         """ValueError for a block that the batch has not reached."""
@@ -386,7 +369,7 @@ class Capture:
         if not x.numel():
             return
         self.reached.add(name)
-        most, batch = float(x.abs().max()), len(self.calls) - 1
+        most, batch = float(x.abs().max()), self.running
         if not math.isfinite(most):
             raise ValueError(f"{name} is given NaN or infinity by batch {batch}; {LEAVE_OUT}")
         if most > LARGEST_INPUT:
@@ -411,7 +394,7 @@ class Capture:
         check_no_cache(args, kwargs, name)
         if index == 0:
             where = f"where {name or 'the model'} begins"
-            _check_finite(x, f"batch {len(self.calls) - 1} holds NaN or infinity {where}")
+            _check_finite(x, f"batch {self.running} holds NaN or infinity {where}")
             self.held.append({INPUT: HeldTensor.of(x, self.offload)})
             self.shapes.append(tuple(x.shape[:-1] if x.is_floating_point() else x.shape))
             handed = {id(x): INPUT}
@@ -458,16 +441,20 @@ class Capture:
             )
         if len(self.blocks) > 1:
             x = first_tensor(output, name)
-            _check_finite(x, f"{name} makes NaN or infinity of batch {len(self.calls) - 1}")
+            self.check_output(x, name)
             self.known.returned(index, output)
             self.last = x
-        if index == len(self.blocks) - 1 and len(self.calls) > 1:
-            raise _Enough
+        if index == len(self.blocks) - 1 and self.running:
+            raise Enough
+
+    def check_output(self, x: torch.Tensor, name: str) -> None:
+        """ValueError for NaN or infinity in what a block hands on."""
+        _check_finite(x, f"{name} makes NaN or infinity of batch {self.running}")
 
     def output(self, index: int, batch: int, held: Mapping[Handed, HeldTensor]) -> Any:
         """What a block returns as it is now, of what the ones before have handed on in a batch."""
         self.running, call = batch, self.calls[batch][index]
-        taken = {handed: held[handed].taken() for handed in _used([call])}
+        taken = {handed: held[handed].taken() for handed in used([call])}
         args, kwargs = changed(call, partial(_filled, taken))
         with self.autocasts[batch][index].entered():
             return list(self.blocks.values())[index](*args, **kwargs)
@@ -480,7 +467,7 @@ class Capture:
     def following(self, index: int, stream: Stream) -> Iterator[tuple[Any, dict[Handed, HeldTensor]]]:
         """Batch by batch the output of a block as it is now, and what later blocks take of it and of those before."""
         for batch, held in enumerate(stream):
-            output, needed = self.output(index, batch, held), _used(self.calls[batch][index + 1 :])
+            output, needed = self.output(index, batch, held), used(self.calls[batch][index + 1 :])
             outputs = {Handed(index, place): x for place, x in enumerate(tensors(output))}
             new = {key: HeldTensor.of(x, self.offload) for key, x in outputs.items() if key in needed}
             yield output, {key: one for key, one in held.items() if key in needed} | new
@@ -499,17 +486,19 @@ def captured(
     *,
     offload: bool = False,
     layers: Iterable[tuple[str, nn.Module]] = (),
+    make: Callable[[dict[str, nn.Module], bool], Capture] = Capture,
 ) -> Capture:
     """Run each batch through the model as it is, and keep what `walk` needs.
 
     calibration: an iterable of batches, gone through once: a tensor is the first argument, a tuple or list are the arguments, a
     mapping the keywords of a call of the model. blocks: of `find_blocks`. layers: linear layers, by name, whose inputs have to
-    be finite, with squares within float32; `reached` are those that got any. Call it inside `calibrating`.
+    be finite, with squares within float32; `reached` are those that got any. make: makes the capture, of blocks and `offload`;
+    it runs the batches (`ao_lab.transforms.by_block`). Call it inside `calibrating`.
 
     Raises TypeError for other batches; ValueError where there is none, and as the module says: nothing has changed then. A note
     at an error of the model says which batch it is, and what the model takes.
     """
-    capture = Capture(blocks, offload)
+    capture = make(blocks, offload)
     handles: list[Any] = []
     try:
         for index, module in enumerate(blocks.values()):
@@ -518,7 +507,7 @@ def captured(
             handles.append(module.register_forward_hook(after))
         observe(
             [(name, module, capture) for name, module in layers],
-            partial(_run_batches, model, capture, calibration),
+            partial(capture.run, model, calibration),
         )
     finally:
         for handle in handles:
@@ -527,15 +516,6 @@ def captured(
     if not capture.calls:
         raise ValueError("calibration has no batches; give some like the data that the model will see")
     return capture
-
-
-def _run_batches(model: nn.Module, capture: Capture, calibration: Iterable[Any]) -> None:
-    for index, (args, kwargs) in enumerate(calls_of(calibration)):
-        capture.begin((args, kwargs))
-        with _noting(model, capture, index, (args, kwargs)):
-            with suppress(_Enough):
-                model(*args, **kwargs)
-            capture.check_all_ran()
 
 
 def walk(capture: Capture, visit: Visit, originals: bool = False, changed: bool = True) -> None:
@@ -569,14 +549,14 @@ def _hooks(capture: Capture, index: int) -> tuple[Callable[..., None], Callable[
 
 
 @contextmanager
-def _noting(model: nn.Module, capture: Capture, index: int, call: Call) -> Iterator[None]:
+def noting(model: nn.Module, capture: Capture, call: Call) -> Iterator[None]:
     """A note at an error says which batch made it, and what the model takes."""
     try:
         yield
     except Exception as error:
         told = ", ".join(filter(None, map(described, call)))
         error.add_note(
-            f"batch {index} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
+            f"batch {capture.running} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
         )
         raise
 
@@ -590,7 +570,7 @@ def _filled(taken: dict[Handed, torch.Tensor], value: Any) -> Any:
     return taken[value] if isinstance(value, Handed) else value
 
 
-def _used(calls: Iterable[Call]) -> set[Handed]:
+def used(calls: Iterable[Call]) -> set[Handed]:
     """Outputs of blocks that are arguments of these calls."""
     return {
         leaf

@@ -153,6 +153,9 @@ class Stopwatch:
     ends: dict[str, float] = field(default_factory=dict)
     #: When each batch of the first pass began, which goes through all blocks as they are.
     batches: list[float] = field(default_factory=list)
+    #: Where all batches but the first run through a block before the next: seconds of each block, and when one began.
+    blocks: list[float] = field(default_factory=list)
+    block_began: float | None = None
 
     def now(self) -> float:
         """Since the call, the device's work done."""
@@ -160,7 +163,13 @@ class Stopwatch:
         return time.perf_counter() - self.begin
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Of a batch of the first pass that begins, or of a weight that was placed."""
+        """Of a batch, or a block, of the first pass that begins, or of a weight that was placed."""
+        if self.block_began is not None:
+            self.blocks.append(self.now() - self.block_began)
+            self.block_began = None
+        if name.startswith(f"{FIRST_PASS}: "):
+            self.block_began = self.now()
+            return
         if name.startswith(f"{FIRST_PASS}, batch"):
             self.batches.append(self.now())
         parts = name.split(".")
@@ -175,8 +184,11 @@ class Stopwatch:
 
     @property
     def first_pass(self) -> float:
-        """All batches, by those between the first, which compiles, and the last; 0 where there are none between."""
+        """All batches, by those between the first, which compiles, and the last; 0 where there are none between. By the blocks
+        where batches run through these together, the first batch as long as another."""
         count = len(self.batches)
+        if self.blocks and count > 1:
+            return sum(self.blocks) / (count - 1) * count
         return (self.batches[-1] - self.batches[1]) / (count - 2) * count if count > 2 else 0.0
 
     def of_layers(self, count: int) -> float:

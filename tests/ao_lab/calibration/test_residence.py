@@ -1,6 +1,7 @@
 """One block at a time on the device: the bits of a model that is there as a whole, and weights that stay in their files."""
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ao_lab import (
     quantize_pretrained,
 )
 from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, BiasCorrection, Clip, LowRank
-from ao_lab.calibration.residence import Copies
+from ao_lab.calibration.residence import Copies, Residence
 from ao_lab.calibration.tokens import Moments
 from ao_lab.checkpoint.streaming import dense_of_files
 from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack
@@ -77,6 +78,76 @@ def test_one_block_is_copied_at_a_time_and_weights_stay_in_their_files(folder, t
     lines = [line for line in maps.splitlines() if str(tmp_path) in line]
     spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     assert any(first <= codes.data_ptr() < last for first, last in spans)
+
+
+def copies_of(folder, monkeypatch, batches):
+    """How often modules of each class were copied in a calibration by so many batches, and its words."""
+    copied, said = Counter(), []
+
+    def enter(self):
+        copied[type(self.modules[0]).__name__] += 1
+        entered(self)
+
+    entered = Copies.enter
+    with monkeypatch.context() as patched:
+        patched.setattr(Copies, "enter", enter)
+        quantize_pretrained(
+            folder,
+            INT4,
+            calibration=[TOKENS[0]] * batches,
+            methods=(GPTQ(damping=0.01),),
+            progress=lambda name, *_: said.append(name),
+        )
+    return copied, said
+
+
+def test_a_block_is_copied_once_for_all_batches_of_the_first_pass(folder, monkeypatch):
+    """Once for the first batch, once for the others, once for the walk; the embedding for the first, and for the others."""
+    copied, said = copies_of(folder, monkeypatch, 7)
+    assert copied["LlamaDecoderLayer"] == 3 * 3
+    assert copied["Embedding"] == 2
+    begun = [f"inputs of the blocks, batch {number} of 7" for number in range(1, 8)]
+    blocks = [f"inputs of the blocks: model.layers.{index}" for index in range(3)]
+    assert said[: said.index("model.layers.0: statistics of its inputs")] == [
+        "inputs of the blocks",
+        *begun,
+        *blocks,
+    ]
+
+
+def test_a_module_that_stays_between_calls_goes_before_a_block_comes():
+    """Also where another has its weight: both are where they were."""
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(8, 4), "norm": torch.nn.RMSNorm(4), "head": torch.nn.Linear(4, 8)}
+    )
+    model["blocks"] = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    model["head"].weight = model["embed"].weight
+    homes = {name: p.data_ptr() for name, p in model.named_parameters()}
+
+    def away():
+        return [name for name, p in model.named_parameters() if p.data_ptr() != homes[name]]
+
+    residence = Residence(model, {"blocks.0": model["blocks"][0]}, torch.device("cpu"))
+    with residence.placed():
+        x = model["embed"](torch.arange(3))
+        assert away() == []
+        with residence.around():
+            model["norm"](x)
+            assert away() == ["norm.weight"]
+            model["embed"](torch.arange(3))
+            assert away() == ["embed.weight"]
+            kept = model["embed"].weight.data_ptr()
+            model["norm"](x)
+            model["embed"](torch.arange(3))
+            assert (away(), model["embed"].weight.data_ptr()) == (["embed.weight"], kept)
+            # Larger by a bias: it stays in place of the other.
+            model["head"](x)
+            assert away() == ["embed.weight", "head.bias"]
+            model["blocks"][0](x)
+            assert away() == ["embed.weight", "head.bias"]
+        model["blocks"][0](x)
+        assert away() == ["blocks.0.weight", "blocks.0.bias"]
+    assert away() == []
 
 
 def is_quantized(model, name):

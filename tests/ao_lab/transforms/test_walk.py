@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab.transforms.data import calibrating
-from ao_lab.transforms.walk import block_lists, captured, find_blocks, is_cache, leaves, replaced, walk
+from ao_lab.transforms.data import calibrating, leaves, replaced
+from ao_lab.transforms.walk import block_lists, captured, find_blocks, is_cache, walk
 from experiments.models.llama import LanguageModel, ModelSettings
 
 # What blocks hand to each other besides hidden states: the walk gives each block what the changed model would.

@@ -64,6 +64,23 @@ def test_an_estimate_is_the_first_block_and_the_others_like_those_after_it():
     # Four batches, the last three of which take 0.5 s in a model of three blocks.
     watch.batches = [1.0, 3.0, 3.5, 4.0]
     assert watch.of_layers(32) == 5.0 + 31 * 2.5 + 29 * 2.0 / 3
+    # The last three take 0.5 s in each block, one after the other.
+    watch.blocks = [0.5] * 3
+    assert watch.of_layers(32) == 5.0 + 31 * 2.5 + 29 * 2.0 / 3
+
+
+def test_blocks_of_a_first_pass_end_where_something_else_begins(monkeypatch):
+    """Such a word is of no weight."""
+    times = iter([0.0, 1.0, 2.0, 4.0, 4.5, 7.0, 9.0])
+    monkeypatch.setattr(Stopwatch, "now", lambda self: next(times))
+    watch = Stopwatch(torch.device("cpu"))
+    words = ["inputs of the blocks, batch 1 of 2", "inputs of the blocks, batch 2 of 2"]
+    words += ["inputs of the blocks: model.layers.0", "inputs of the blocks: model.layers.1"]
+    for word in [*words, "model.layers.0: statistics of its inputs"]:
+        watch(word, 0, 7)
+    assert watch.batches == [0.0, 1.0]
+    assert watch.blocks == [2.0, 2.5]
+    assert watch.first_pass == 4.5 * 2
 
 
 def test_a_calibration_tells_of_each_batch_of_its_first_pass(monkeypatch):
