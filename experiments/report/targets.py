@@ -129,7 +129,10 @@ def verdict_of(runs: Iterable[RunTargets], row: Row, name: str) -> str:
             if (run.where.device, run.where.data, target.name) == (device, data, name):
                 bound = f"{'at least' if target.at_least else 'at most'} {target.texts[1]}"
                 verdict = {True: "met", False: "missed", None: "not measured"}[target.reached]
-                return f"target {bound} {target.unit or run.unit or row.unit}".rstrip() + f": {verdict}"
+                return (
+                    f"target {bound} {target.unit or run.unit or row.unit.replace('ratio', 'times')}".rstrip()
+                    + f": {verdict}"
+                )
     return NO_TARGET
 
 
