@@ -197,28 +197,38 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def summary_sections(rows: Sequence[Row]) -> Iterator[Section]:
-    """Speeds over the first rung of all models of a run, and their mean beside the published number."""
-    for where, results in by_run(rows, summary.KIND).items():
-        tables_of = {
-            other.data: found
-            for other, found in by_run(rows, KIND).items()
-            if (other.scale, other.device) == (where.scale, where.device)
-        }
-        lines = []
-        for setting in results.settings:
-            mean, count = (results.value(setting, summary.METHOD, metric) for metric in (MEAN, COUNT))
-            lines.append([setting, number(mean, 2), number(count, 0), number(PUBLISHED, 2), NOTE])
-        columns = ["setting", "last rung over first", "models", "published", "of the published"]
-        table = Table("Geometric mean over models", columns, lines, results.rows)
-        drawings = [picture(where, tables_of, setting) for setting in results.settings]
-        text = [] if real(where) else [STAND_IN]
-        yield Section(f"All models ({where})", text, drawings, [table])
+    """Speeds over the first rung of all models of a run, and their mean beside the published number where there is one."""
+    means = {(where.scale, where.device): found for where, found in by_run(rows, summary.KIND).items()}
+    runs: dict[tuple[str, str], dict[str, Results]] = {}
+    for where, results in by_run(rows, KIND).items():
+        runs.setdefault((where.scale, where.device), {})[where.data] = results
+    for run in dict.fromkeys([*means, *runs]):
+        where, tables_of = Where(*run, summary.DATA), runs.get(run, {})
+        settings = dict.fromkeys(setting for one in tables_of.values() for setting in one.settings)
+        drawings = [picture(where, tables_of, setting) for setting in settings]
+        tables = [mean_table(means[run])] if run in means else []
+        yield Section(f"All models ({where})", [] if real(where) else [STAND_IN], drawings, tables)
+
+
+def mean_table(results: Results) -> Table:
+    """Geometric means over models by setting."""
+    lines = []
+    for setting in results.settings:
+        mean, count = (results.value(setting, summary.METHOD, metric) for metric in (MEAN, COUNT))
+        lines.append([setting, number(mean, 2), number(count, 0), number(PUBLISHED, 2), NOTE])
+    columns = ["setting", "last rung over first", "models", "published", "of the published"]
+    return Table("Geometric mean over models", columns, lines, results.rows)
 
 
 def picture(where: Where, tables_of: dict[str, Results], setting: str) -> Drawing:
     """Speed over the first rung, rungs by models."""
     names = [one for one in tables_of if one in BY_NAME]
-    rungs = [one for one in ladder() if not one.speculation]
+    rungs = [
+        one
+        for one in ladder()
+        if not one.speculation
+        and any(over_first(BY_NAME[name], tables_of[name], setting, one) is not None for name in names)
+    ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
     figure = ratio_map([one.name for one in rungs], names, values, "speed over the first rung")
     figure.axes[0].tick_params(axis="x", rotation=30)
