@@ -58,6 +58,8 @@
     enhanced.set(table, new DataTable(table, {order: [], autoWidth: false, pageLength: size,
       lengthMenu: [size, 100, {label: "all", value: -1}],
       layout: {topStart: "search", topEnd: "pageLength", bottomStart: "info", bottomEnd: "paging"}}));
+    // The table scrolls in a box of the library's own now.
+    for (const box of all(".dt-layout-full", details)) wide.observe(box);
   };
 
   // The filter: selects of attributes of sections and tables, selects of a column's cells, words of lines. A number is a whole one.
