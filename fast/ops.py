@@ -134,7 +134,8 @@ def _call_directly(operator: Any, implementation: Callable[..., Any], differenti
     name = operator._opoverload._schema.name
     for key in () if differentiable else ("AutogradCPU", "AutogradCUDA"):
         operator._lib.impl(name, torch.library.fallthrough_kernel, key)
-    operator._lib.impl(name, implementation, "CUDA")
+    # Called between graphs of a compiled function, an implementation is not compiled itself.
+    operator._lib.impl(name, torch._disable_dynamo(implementation), "CUDA")
 
 
 def _differentiable(

@@ -87,6 +87,19 @@ def test_operators_call_their_implementation_on_gpus(name, monkeypatch):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_between_graphs_implementations_are_not_compiled():
+    """As torch's own wrapping has it: Dynamo would look into what prepares launches."""
+    operator = torch.ops.ao_lab.both_values.default
+
+    def call(x):
+        torch._dynamo.graph_break()
+        return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), x, "mxfp8_e4m3")
+
+    wanted = operator(WIDE, "mxfp8_e4m3")
+    found = torch.compile(call, backend="eager")(WIDE)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_operators_that_have_no_gradient_record_none():
     values = torch.ops.ao_lab.both_values(WIDE.clone().requires_grad_(), "mxfp8_e4m3")
     assert not any(one.requires_grad for one in values)
