@@ -58,7 +58,8 @@ def probe_kernel(
 
     kernel(x, w) returns x w.T (M, N). scheme: of x, None: multiplied as it is; weight_scheme: of w, by default as x's. x (M, K)
     and w (N, K): of a layer, arrays or tensors of any float dtype (`Probe.samples` has tokens); without them typical ones of
-    odd lengths. operands: "dense", arrays of `dtype`, or "quantized", as `quantize` of the specification makes them. library:
+    odd lengths. operands: "dense", arrays of `dtype`, or "quantized", as `quantize` of the specification makes them, whose
+    values are to be multiplied unrounded (one that rounds them to bfloat16 first has another error of sums). library:
     of the arrays, "torch" (on `device`) or "numpy". dtype: of x, w and the outputs, which may be wider: float32, bfloat16 or
     float16. accumulation: "float32"; of FP8 sums in the tensor core "precise" (chains of 128 added in float32) or "fast" (one
     chain).
