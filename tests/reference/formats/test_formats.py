@@ -347,7 +347,8 @@ def test_format_of() -> None:
     own = Format(name="own", kind="int", bits=3)
     assert format_of(own) is own
     with pytest.raises(
-        ValueError, match=r"unknown format 'float8_e4m3'; the nearest are float8_e4m3fn(, \w+)*$"
+        ValueError,
+        match=r"unknown format 'float8_e4m3'; the nearest are float8_e4m3fn(, \w+)*; one of your own is registered",
     ):
         format_of("float8_e4m3")
     refused(ValueError, "'fp8'; the nearest are float8_e4m3fn, float8_e5m2", format_of, "fp8")
