@@ -84,15 +84,16 @@ def section(run: RealRun, timed: Timed) -> Section | None:
 
 
 def absent(timed: Timed, known: Sequence[Method]) -> list[str]:
-    """Which configurations have no point, for want of a loss or of a time."""
-    without = {
-        "their loss was not measured on this model": [
-            one.name for one in (*WEIGHTS, *ACTIVATIONS) if one not in known
-        ],
-        "their layer was not timed with the kernel that is chosen today": [
-            one.name for one in known if timed.of(one).value(setting_of(TOKENS[0]), one.name, TIME) is None
-        ],
-    }
+    """Which configurations have no point, for want of a loss or of a time, and in which panels."""
+    unknown = tuple(one.name for one in (*WEIGHTS, *ACTIVATIONS) if one not in known)
+    without = {"their loss was not measured on this model": unknown}
+    untimed: dict[tuple[str, ...], list[str]] = {}
+    for tokens in TOKENS:
+        names = [one.name for one in known if timed.of(one).value(setting_of(tokens), one.name, TIME) is None]
+        untimed.setdefault(tuple(names), []).append(title(tokens))
+    for missing, titles in untimed.items():
+        where = " and ".join(titles)
+        without[f"their layer was not timed at {where} with the kernel that is chosen today"] = missing
     return [
         f"**Without a point: {len(names)}, since {reason}.** {'; '.join(names)}."
         for reason, names in without.items()

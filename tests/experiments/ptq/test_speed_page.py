@@ -72,7 +72,15 @@ def test_loss_and_time_are_joined_by_the_schemes_of_weights_and_inputs():
     }  # fmt: skip
     absent = " ".join(one for one in section.paragraphs if one.startswith("**"))
     assert "int6 g32" in absent
-    assert absent.endswith("nf4.")
+    assert absent.endswith("not timed at 1 token and 16 tokens with the kernel that is chosen today.** nf4.")
+    late = setting_of(speed_page.TOKENS[1])
+    (section,) = joined(times=[one for one in TIMES if (one.method, one.setting) != ("int8", late)])
+    told = [one for one in section.paragraphs if "not timed" in one]
+    assert [one.partition("not timed at ")[2].partition(" with")[0] for one in told] == [
+        "1 token",
+        "16 tokens",
+    ]
+    assert told[1].endswith("int8; nf4.")
 
 
 def test_each_axis_says_of_which_model_and_device_it_is():
