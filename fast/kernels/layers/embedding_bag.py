@@ -1,5 +1,7 @@
 """Sums of rows of a stored table, bag by bag: `reference.embedding_bag`, decoded where they are read.
 
+On Hopper `sm90_embedding_bag` adds up what it takes; Triton's kernel here has everything else.
+
 A row is cut into pieces of a power of two of elements that have one scale; a program has the same number of pieces of
 neighbouring bags, and adds one id after the other, some of them in flight at once. Where a model's tables have bags of
 different lengths in turn, neighbours are bags of one table, so that the lanes of a program end together.
@@ -24,6 +26,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read
+from fast.kernels.layers import sm90_embedding_bag as sm90
 from fast.kernels.rules.elements import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.values import combined, loaded_zero, values
@@ -238,16 +241,29 @@ def embedding_bag(
     weighted = weights is None or weights.dtype in FLOAT_NAMES
     if size is None or not weighted or not len(offsets) or not q.shape[0]:
         return None
-    bags, width = len(offsets), q.shape[1]
+    out = q.codes.new_empty((len(offsets), q.shape[1]), dtype=getattr(torch, dtype))
+    ids, offsets = ids.contiguous(), offsets.contiguous()
+    problem = sm90.taken(q, ids, offsets, weights, mode, padding, dtype)
+    if problem is not None:
+        return sm90.embedding_bag(q, ids, offsets, out, problem)
+    factors = None if weights is None else weights.contiguous()
+    return _by_triton(q, ids, offsets, factors, mode, padding, features, out, size)
+
+
+def _by_triton(
+    q: Quantized, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, mode: str, padding: int,
+    features: int, out: torch.Tensor, size: int,
+) -> torch.Tensor:  # fmt: skip
+    """Launch Triton's kernel on contiguous tensors; `out` of that."""
+    bags, width, dtype = len(offsets), q.shape[1], str(out.dtype).removeprefix("torch.")
     features = features if features > 0 and bags % features == 0 else 1
-    out = q.codes.new_empty((bags, width), dtype=getattr(torch, dtype))
-    together, factors = WARP // size, None if weights is None else weights.contiguous()
+    together = WARP // size
     programs = -(-(bags // features) * (width // size) // together) * features
     # debug: for the assertion, without Triton's own of overflows.
     options = {} if interpreted() else {"num_warps": 1, "debug": True, "sanitize_overflow": False, **UNFUSED}
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         embedding_bag_kernel[(programs,)](
-            q.codes, q.scale, q.zero, ids.contiguous(), offsets.contiguous(), factors, out, len(ids), bags, q.shape[0],
+            q.codes, q.scale, q.zero, ids, offsets, weights, out, len(ids), bags, q.shape[0],
             padding, features, constants_of(q.scheme, "float32", not interpreted()), q.packed and q.scheme.format.bits < 8,
             width // size, q.scale.shape[1], size, together, TOGETHER, min(FEW, TOGETHER), mode == "mean", padding >= 0, dtype,
             OUTSIDE, max(len(ids), bags) * (width // size) >= 1 << 30, **options,

@@ -1,25 +1,29 @@
-"""On a GPU: embedding bags of stored tables against the reference, and how their kernel's constants change its time.
+"""On a GPU: embedding bags of stored tables against the reference, and how their kernels' forms change their time.
 
-    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside sweep layouts] [--batch 8192] [--rows 204184588]
-        [--out FOLDER]
+    PYTHONPATH=. python tests/gpu/layers/embedding_bag.py [--part bits outside sweep layouts granularity] [--batch 8192]
+        [--rows 204184588] [--out FOLDER]
 
-bits: cases of tests/support/embedding.py, all values compared; rows of a table of more than 2**31 bytes. outside: an id outside
-of the table ends a process of its own with the assertion. sweep: microseconds of DLRMv2's bags by ids in flight and elements of
-a warp (nine compilations, 25 seconds), beside copies of as many bytes. layouts: what reading as many rows at random takes by
-where scales lie (8 seconds). A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's
+bits: cases of tests/support/embedding.py, all values compared, by Triton's kernel too where another one serves; rows of a
+table of more than 2**31 bytes. outside: an id outside of the table ends a process of its own with the assertion. sweep:
+microseconds of DLRMv2's bags by forms of the kernel for Hopper, beside Triton's and copies of as many bytes (35 seconds).
+layouts: what reading as many rows at random takes by where scales lie (8 seconds). granularity, not by default: the kernel
+under a hint to the cache. A line each, and rows in FOLDER/embedding_bag.csv (else $OUT). Times of all tables beside torch's
 are a part of the experiment: `ao-lab reproduce loka --scale full --only speed`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -30,15 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 import reference
 from experiments.loka import table_speed
-from experiments.loka.table_speed import ROWS, UNIFORM, WIDTH, stored_table
+from experiments.loka.table_speed import ROWS, UNIFORM, WIDTH, ZIPF, stored_table
 from experiments.models.dlrm import HOTS
 from fast.kernels.layers import embedding_bag as host
+from fast.kernels.layers import sm90_embedding_bag as sm90
+from fast.kernels.layers.sm90_embedding_bag import VARIANT, Variant
 from reference import Quantized
 from tests.gpu.harness.lines import on_gpu, run_parts, say
 from tests.gpu.harness.timing import captured, elapsed, measured
 from tests.support.embedding import CASES, bags_of, table_of
 
-REPLAYS = 15
+REPLAYS, BATCHES = 15, 3
 
 
 def bits() -> None:
@@ -49,13 +55,22 @@ def bits() -> None:
         expected = reference.embedding_bag(
             q, ids, offsets, weights, mode=case.mode, padding=case.padding, dtype=case.dtype
         )
-        found = fast.embedding_bag(
-            on_gpu(q), ids.cuda(), offsets.cuda(), None if weights is None else weights.cuda(), mode=case.mode,
-            padding=case.padding, dtype=case.dtype, features=case.features,
-        ).cpu()  # fmt: skip
+        call = partial(
+            fast.embedding_bag, on_gpu(q), ids.cuda(), offsets.cuda(), None if weights is None else weights.cuda(),
+            mode=case.mode, padding=case.padding, dtype=case.dtype, features=case.features,
+        )  # fmt: skip
         carrier = torch.int32 if case.dtype == "float32" else torch.int16
-        wrong = int((found.view(carrier) != expected.view(carrier)).sum())
-        say("bits", f"{case.scheme} {case.mode} {case.dtype} {case.width}", wrong, "differ", of=found.numel())
+        for kernel, hopper in (("", sm90.taken), (", Triton", mock.Mock(return_value=None))):
+            with mock.patch.object(sm90, "taken", hopper):
+                found = call().cpu()
+            wrong = int((found.view(carrier) != expected.view(carrier)).sum())
+            say(
+                "bits",
+                f"{case.scheme} {case.mode} {case.dtype} {case.width}{kernel}",
+                wrong,
+                "differ",
+                of=found.numel(),
+            )
     q = stored_table("int8_rowwise", 20_000_000, "cuda")
     ids = torch.randint(0, q.shape[0], (3000,), device="cuda")
     ids[:3] = torch.tensor([q.shape[0] - 1, 2**31 // WIDTH, 2**31 // WIDTH - 1], device="cuda")
@@ -89,47 +104,101 @@ def graph_time(calls: list[Callable[[], object]]) -> float:
     return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
 
 
-#: Ids in flight, those of what is left of a bag, elements of a warp; the first is what serves today.
-SWEPT = (
-    (4, 2, 512), (2, 2, 1024), (4, 4, 1024), (4, 2, 1024), (8, 2, 1024), (8, 2, 512), (8, 4, 512), (8, 2, 256), (16, 2, 256),
+#: Forms of the kernel for Hopper with bags of a warp; the first one serves.
+FORMS = (
+    (VARIANT, None), (VARIANT, 8), (VARIANT, 13), (VARIANT, 32), (Variant(4, 32, 2, 4), None), (Variant(4, 32, 3, 4), None),
+    (Variant(4, 16, 3, 8), None), (Variant(4, 16, 4, 6), None), (Variant(1, 32, 2, 24), None), (Variant(8, 32, 2, 3), None),
 )  # fmt: skip
+#: Rows of a table that lies in the second-level cache.
+FEW_ROWS = 1000
+#: Bytes from a row to the next one, codes and scale.
+PITCHES = (144,)
 
 
 def sweep(batch: int, rows: int) -> None:
-    """Microseconds of a batch by ids in flight and elements of a warp, in turn, and the floors: a copy of as many bytes, of as
-    many sectors, and the same ids in a table of a 27th of the rows, where fewer pages are touched; sums are compared."""
+    """Microseconds of a batch by forms of the kernel, in turn, beside Triton's; of ids of a 27th of the rows, where fewer pages
+    are touched, of Zipf ids and of a thousand rows, where only instructions and sums are left; copies of as many bytes and
+    sectors. Sums are compared with Triton's."""
     q = stored_table("int8_rowwise", rows, "cuda")
-    usual, expected = (host.TOGETHER, host.FEW, host.WARP), None
-    for name, few in (("all rows", rows), ("a 27th of the rows", rows // 27)):
-        made = table_speed.bags_of(UNIFORM, batch, few, "cuda").batches
-        calls = [
-            lambda i=i, o=o: fast.embedding_bag(q, i, o, dtype="bfloat16", features=len(HOTS))
-            for i, o in made
-        ]
-        graphs = {}
-        for one in SWEPT:
-            host.TOGETHER, host.FEW, host.WARP = one
-            graphs[one] = captured(calls)
-            sums = calls[0]().view(torch.int16)
-            expected = sums if one == SWEPT[0] else expected
-            say("bits", f"together {one}", int((sums != expected).sum()), "differ")
-        host.TOGETHER, host.FEW, host.WARP = usual
-        took = {one: [] for one in SWEPT}
-        for _ in range(REPLAYS):
-            for one, (graph, count) in graphs.items():
-                took[one].append(elapsed(graph.replay) / count)
-        for one, times in took.items():
-            say(
-                "sweep",
-                f"{name}: together {one[0]}, few {one[1]}, warp {one[2]}",
-                statistics.median(times),
-                "us",
-            )
+    with mock.patch.object(table_speed, "BATCHES", BATCHES):
+        drawn = {
+            "all rows": table_speed.bags_of(UNIFORM, batch, rows, "cuda").batches,
+            "Zipf": table_speed.bags_of(ZIPF, batch, rows, "cuda").batches,
+            "a 27th of the rows": table_speed.bags_of(UNIFORM, batch, rows // 27, "cuda").batches,
+        }
+    drawn["a thousand rows"] = [(i % FEW_ROWS, o) for i, o in drawn["all rows"]]
+    for name, batches in drawn.items():
+        calls = {"Triton": [partial(by_triton, q, i, o) for i, o in batches]}
+        for variant, each in FORMS if name == "all rows" else FORMS[:1]:
+            calls[f"{tuple(variant)}, {each or 'its'} bags a warp"] = forms(q, batches, variant, each)
+        if name == "all rows":
+            one = replace(q, scale=q.scale[:1].expand(q.scale.shape))
+            calls["one scale for all, VARIANT"] = forms(one, batches)
+            calls |= {
+                f"rows of {pitch} bytes with their scale": forms(beside(q, pitch), batches)
+                for pitch in PITCHES
+            }
+        timed(name, calls)
     for word, row in (("bytes", WIDTH + 4), ("sectors of 32", WIDTH + 32), ("pairs of sectors", WIDTH + 64)):
         size = batch * (sum(HOTS) * (row + 8) + len(HOTS) * WIDTH * 2)
         source = torch.empty(int(size / 2), dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         say("sweep", f"a copy of as many {word}", graph_time([partial(target.copy_, source)] * 4), "us")
+
+
+def timed(name: str, calls: dict[str, list[Callable[[], torch.Tensor]]]) -> None:
+    """Lines of methods in turn: values that differ from the first one's, microseconds."""
+    expected = next(iter(calls.values()))[0]().view(torch.int16)
+    for form, several in calls.items():
+        if not form.startswith("one scale"):
+            say("bits", f"{name}: {form}", int((several[0]().view(torch.int16) != expected).sum()), "differ")
+    found = measured(calls, REPLAYS)
+    for form, us in found["us"].items():
+        say("sweep", f"{name}: {form}", us, "us")
+    for form, why in found.get("failed", {}).items():
+        say("sweep", f"{name}: {form} FAILED {why}", float("nan"), "us", ok=False)
+
+
+def by_triton(q: Quantized, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums by Triton's kernel."""
+    with mock.patch.object(sm90, "taken", return_value=None):
+        return fast.embedding_bag(q, ids, offsets, dtype="bfloat16", features=len(HOTS))
+
+
+def forms(q: Quantized, batches: list[tuple[torch.Tensor, torch.Tensor]], variant: Variant = VARIANT,
+          each: int | None = None) -> list[Callable[[], torch.Tensor]]:  # fmt: skip
+    """Calls of a form of the kernel for Hopper."""
+    out = torch.empty((len(batches[0][1]), q.shape[1]), dtype=torch.bfloat16, device="cuda")
+    problem = sm90.problem_of(q, *batches[0], "sum", "bfloat16")
+    return [partial(sm90.embedding_bag, q, i, o, out, problem, variant, each) for i, o in batches]
+
+
+def beside(q: Quantized, pitch: int) -> Quantized:
+    """The same table, each row's scale behind its codes."""
+    rows = torch.empty((q.shape[0], pitch), dtype=torch.uint8, device="cuda")
+    rows[:, :WIDTH] = q.codes
+    scale = rows.view(torch.float32)[:, WIDTH // 4 : WIDTH // 4 + 1]
+    scale.copy_(q.scale)
+    return replace(q, codes=rows[:, :WIDTH], scale=scale)
+
+
+#: CU_LIMIT_MAX_L2_FETCH_GRANULARITY, a hint of a process's context, and its values.
+GRANULARITY, FETCHES = 5, (32, 64, 128)
+
+
+def granularity(batch: int, rows: int) -> None:
+    """Microseconds of the kernel by how many bytes the second-level cache may fetch for a sector: a hint of this process's
+    context (cuCtxSetLimit), set back at the end."""
+    q = stored_table("int8_rowwise", rows, "cuda")
+    with mock.patch.object(table_speed, "BATCHES", BATCHES):
+        graph, count = captured(forms(q, table_speed.bags_of(UNIFORM, batch, rows, "cuda").batches))
+    cuda, usual = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
+    cuda.cuCtxGetLimit(ctypes.byref(usual), GRANULARITY)
+    for wanted in (usual.value, *FETCHES, usual.value):
+        status, now = cuda.cuCtxSetLimit(GRANULARITY, ctypes.c_size_t(wanted)), ctypes.c_size_t()
+        cuda.cuCtxGetLimit(ctypes.byref(now), GRANULARITY)
+        us = statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
+        say("granularity", f"{now.value} bytes (asked for {wanted}, status {status})", us, "us")
 
 
 #: Words of 4 bytes of a row of codes, rows that a warp reads at once, and how often ids follow each other in a program.
@@ -206,6 +275,7 @@ def main() -> int:
         "outside": outside,
         "sweep": lambda: sweep(options.batch, options.rows),
         "layouts": lambda: layouts(options.batch, options.rows),
+        "granularity": lambda: granularity(options.batch, options.rows),
     }
     return run_parts(parts, options.part, "embedding_bag.csv", options.out)
 
