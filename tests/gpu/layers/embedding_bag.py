@@ -133,7 +133,7 @@ def sweep(batch: int, rows: int) -> None:
             calls[f"{tuple(variant)}, {each or 'its'} bags a warp"] = forms(q, batches, variant, each)
         if name == "all rows":
             one = replace(q, scale=q.scale[:1].expand(q.scale.shape))
-            calls["one scale for all, VARIANT"] = forms(one, batches)
+            calls["one scale for all"] = forms(one, batches)
             calls |= {
                 f"rows of {pitch} bytes with their scale": forms(beside(q, pitch), batches)
                 for pitch in PITCHES
