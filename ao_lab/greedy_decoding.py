@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from math import isqrt
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +23,7 @@ from ao_lab.compile.fused_linears import compile_options
 from ao_lab.kv_cache.attention import inner, reader_of_caches, takes_functions
 from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
+from fast.ops import constant_result
 
 #: Steps before a capture, the first of which compiles; steps between two looks for an end.
 WARMUP, LOOK = 2, 8
@@ -197,7 +199,26 @@ class NextToken(nn.Module):
             logits_to_keep=1,
             **places,
         ).logits
-        return logits[:, -1:].argmax(-1)
+        return most_likely(logits[:, -1:])
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, int64, the same bits: of equal logits the first, of those with NaN the first NaN.
+
+    The vocabulary is divided into parts that are searched at once: the compiler gives a whole one of a sequence to one program,
+    which takes 34 us for 128,256 logits.
+    """
+    parts = parts_of(logits.shape[-1])
+    largest, at = logits.reshape(*logits.shape[:-1], parts, -1).max(-1)
+    part = largest.argmax(-1, keepdim=True)
+    chosen: Tensor = part * (logits.shape[-1] // parts) + at.gather(-1, part)
+    return chosen.squeeze(-1)
+
+
+@constant_result
+def parts_of(vocabulary: int) -> int:
+    """The largest divisor of a vocabulary that is at most its root."""
+    return next(parts for parts in range(isqrt(vocabulary), 0, -1) if vocabulary % parts == 0)
 
 
 def one_program(step: nn.Module) -> Callable[..., Tensor]:

@@ -56,6 +56,7 @@ LATE = {
         "kernels.attention.pointwise": ("pointwise_attention",),
         "matmul.cpu_ops": ("cpu_linear",),
         "matmul.preshuffled.pair": ("linear_small_pair", "linear_small_swiglu"),
+        "matmul.preshuffled.several": ("linear_small_several",),
         "quantize.two_levels": ("divided",),
         "quantize.rowwise_colwise": ("both_values", "values_and_codes"),
         "sparsity.compress": ("prune",),

@@ -6,8 +6,9 @@ A layer multiplies its inputs by several weights: those of a gate and of what it
 row of inputs each launch loses time at its beginning and end, and the compiler, which fuses products of plain weights by
 itself, cannot look into an operator. This pass over the compiled graph fuses them: silu of one times the other as one launch
 (`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`). Preshuffled
-weights have operators of their own (`fast.matmul.preshuffled.pair`), and so have 4-bit integers in 2:4 storage
-(`fast.sparsity.linear_sparse_int4`), both for up to 16 rows.
+weights have operators of their own (`fast.matmul.preshuffled.pair`), also for two or three of different rows
+(`fast.matmul.preshuffled.several`: queries, keys and values), and so have 4-bit integers in 2:4 storage
+(`fast.sparsity.linear_sparse_int4`), all for up to 16 rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fast.matmul.preshuffled import pair
+from fast.matmul.preshuffled import pair, several
 from fast.sparsity import linear_sparse_int4 as sparse_pair
 
 # That is: silu(gate) * up in a compiled graph, found by what the compiler makes of silu in the version of torch at hand.
@@ -172,6 +173,10 @@ PRODUCTS = {
 }
 
 
+#: Of which weights of different rows are multiplied at once.
+SEVERAL = PRODUCTS["ao_lab.linear_small.default"]
+
+
 class FuseLinears:
     """The pass, for Inductor's `post_grad_custom_pre_pass`: of graphs in which nothing is written in place."""
 
@@ -181,12 +186,13 @@ class FuseLinears:
             without_dependent_launches()
         for node in list(graph.nodes):
             fuse_gated(graph, node)
+        fuse_several(graph)
         fuse_pairs(graph)
         graph.lint()
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its text."""
-        modules = (__file__, __file__, pair.__file__, sparse_pair.__file__)
+        modules = (__file__, pair.__file__, several.__file__, sparse_pair.__file__)
         return hashlib.sha256(b"".join(Path(module).read_bytes() for module in modules)).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -254,6 +260,43 @@ def fuse_gated(graph: Graph, node: Node) -> None:
     for one in reversed(list(graph.nodes)):
         if one is node or one in {*between, gate, up}:
             graph.erase_node(one)
+
+
+def fuse_several(graph: Graph) -> None:
+    """Fuse products of one input by preshuffled weights of one scheme whose shapes are not all alike, as many as an operator
+    takes at once."""
+    alike: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        product = product_of(node)
+        if product is SEVERAL:
+            (_, length), scheme = product.form(node)
+            alike.setdefault((source(node.args[0]), length, scheme), []).append(node)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for nodes in alike.values():
+        for at in range(0, len(nodes), several.MOST_WEIGHTS):
+            some = nodes[at : at + several.MOST_WEIGHTS]
+            if len({SEVERAL.form(node)[0][0] for node in some}) > 1:
+                fuse_some(graph, some, order)
+
+
+def fuse_some(graph: Graph, nodes: list[Node], order: dict[Node, int]) -> None:
+    """Fuse products into one node, where the parts of all weights are there by the first of them. order: see `fuse_pair`."""
+    first = nodes[0]
+    parts = [part for node in nodes for part in SEVERAL.parts(node)]
+    if any(order.get(part, len(order)) > order[first] for part in parts if isinstance(part, Node)):
+        return
+    rows = [SEVERAL.form(node)[0][0] for node in nodes]
+    (_, length), scheme = SEVERAL.form(first)
+    with graph.inserting_before(first):
+        arguments = (first.args[0], parts, rows, length, scheme)
+        result = graph.call_function(torch.ops.ao_lab.linear_small_several.default, arguments)
+        result.meta["val"] = [node.meta["val"] for node in nodes]
+        for at, node in enumerate(nodes):
+            one = graph.call_function(getitem, (result, at))
+            one.meta.update(node.meta)
+            node.replace_all_uses_with(one)
+    for node in nodes:
+        graph.erase_node(node)
 
 
 def fuse_pairs(graph: Graph) -> None:

@@ -157,6 +157,17 @@ def _pair(p: Problem) -> Iterator[Family]:
     """Two weights in one launch, where that is faster than one launch each; nothing else."""
     if TRITON_SMALL_M.refusal(p) is None and _pair_is_faster(p):
         yield TRITON_SMALL_M
+    elif SM90_W4A16_GEMV.refusal(p) is None and in_one_launch(p._replace(products=1)):
+        yield SM90_W4A16_GEMV
+
+
+def in_one_launch(p: Problem) -> bool:
+    """Whether several weights, of which this one is the largest, are multiplied by one launch of `sm90_w4a16_gemv`: where that
+    multiplies by it alone, through shared memory. It does in one launch what several would do one after the other."""
+    from fast.kernels.sm90_w4a16_gemv.host import Variant
+
+    chosen = SM90_W4A16_GEMV.chosen(p) if _gemv_is_faster(p) and SM90_W4A16_GEMV.chosen else None
+    return chosen is not None and isinstance(chosen.variant, Variant)
 
 
 def _pair_is_faster(p: Problem) -> bool:
@@ -416,6 +427,7 @@ __all__ = [
     "codes_of_layer",
     "float8_of_training",
     "gradients",
+    "in_one_launch",
     "rows_of_gemm",
     "rows_stored",
     "running",

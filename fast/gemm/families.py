@@ -264,9 +264,13 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
 
 def _sm90_w4a16_gemv(p: Problem) -> Chosen | None:
     from fast.kernels.sm90_w4a16_gemv.host import KERNEL, Form, choose
+    from fast.kernels.sm90_w4a16_gemv.several import variant_of
 
-    form = Form(p.element, p.group, p.zero, p.inputs == torch.float16, _name(p.inputs))
-    variant = choose(form, int(p.rows), p.n, p.k)
+    form = Form(p.element, p.group, p.zero, p.inputs == torch.float16, _name(p.inputs), p.products)
+    if p.products > 1:
+        variant: Any = variant_of(form, int(p.rows), (p.n,) * p.products, p.k)
+    else:
+        variant = choose(form, int(p.rows), p.n, p.k)
     return variant and Chosen(variant, KERNEL, form)
 
 
@@ -353,8 +357,15 @@ SM90_W4A16_GEMV = Family(
     "sm90_w4a16_gemv",
     "preshuffled weights: 1 to 8 tokens with int4, 1 to 16 with NF4, a few with 8 bits",
     "fast/kernels/sm90_w4a16_gemv",
-    (Takes(PRESHUFFLED, ELEMENTS, 16, multiples=(1, 128), sm90=True, filled=False, bfloat16=FACTORED),),
-    {"linear": f"{_GEMV}.host:sm90_w4a16_gemv"},
+    (
+        Takes(PRESHUFFLED, ELEMENTS, 16, multiples=(1, 128), sm90=True, filled=False, bfloat16=FACTORED),
+        Takes(PRESHUFFLED, ("int4",), 16, multiples=(64, 128), sm90=True, filled=False, products=2),
+    ),
+    {
+        "linear": f"{_GEMV}.host:sm90_w4a16_gemv",
+        "pair": f"{_GEMV}.several:linear_small_pair",
+        "swiglu": f"{_GEMV}.several:linear_small_swiglu",
+    },
     _sm90_w4a16_gemv,
 )
 TRITON_SMALL_M = Family(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ao_lab
-from ao_lab.greedy_decoding import LOOK, GreedyDecoding
+from ao_lab.greedy_decoding import LOOK, GreedyDecoding, most_likely
 from tests.ao_lab.test_self_speculation import PROMPT, greedy, llama
 
 PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
@@ -21,6 +21,18 @@ def test_tokens_are_those_of_generate(recipe):
     ao_lab.use_kv_cache_(model, recipe)
     for prompts in (PROMPTS, PROMPTS[:, 2:]):
         assert torch.equal(decoding.generate(prompts, 12), greedy(model, prompts, 12))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 61, 384])
+def test_the_most_likely_token_is_that_of_argmax(vocabulary):
+    """Of equal logits the first, of those with NaN the first NaN."""
+    torch.manual_seed(0)
+    logits = torch.randint(-2, 3, (6, 2, vocabulary)).bfloat16()
+    logits[1, 0, vocabulary // 2] = logits[1, 0, -1] = float("nan")
+    logits[2], logits[3], logits[4] = -torch.inf, torch.nan, 0.0
+    logits[4, :, ::2] = -0.0
+    assert torch.equal(most_likely(logits), logits.argmax(-1))
+    assert torch.equal(most_likely(logits[:, -1:]), logits[:, -1:].argmax(-1))
 
 
 def test_it_ends_where_every_sequence_has_an_end():

@@ -252,7 +252,7 @@ KERNELS = [
              "__uint_as_float(u32(half) << 16)", "__uint_as_float(u32(half) << 15)", SPARSE_W4A16_GEMV),
     Mutation("every program writes the first rows", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",
              "total(token, own), token, first, four)", "total(token, own), token, first, own)", SPARSE_W4A16_GEMV),
-    Mutation("silu of float16 by one part of log2(e)", "fast/kernels/sm90_sparse24_w4a16_gemv/gated.cuh",
+    Mutation("silu of float16 by one part of log2(e)", "fast/kernels/hopper/gated.cuh",
              "  if constexpr (HALF) f = fmaf(v, -LOG2E_REST, f);\n", "", GATES, nightly=True),
     Mutation("a gate's rows have the other weight's sums", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",
              "? four / 8 * 2 + four % 2 : four / 4", "? four / 8 * 2 + (four + 1) % 2 : four / 4", PAIR),

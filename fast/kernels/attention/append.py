@@ -126,9 +126,12 @@ def append_kernel(
     K_SCHEME: tl.constexpr, K_OP: tl.constexpr, K_GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_SCHEME: tl.constexpr,
     V_OP: tl.constexpr, V_GROUP: tl.constexpr, V_BYTES: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_PTX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: head of a sequence, tile of tokens, keys or values."""
+    """Programs: head of a sequence, tile of tokens, keys or values. USE_PDL: programmatic dependent launch."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(length) & 0xFFFFFFFF
     tl.device_assert(
         position + tokens <= room, "a KV cache has no room for these tokens: give it a larger max_length"
@@ -158,12 +161,15 @@ def append_kernel(
 def group_kernel(
     computed, scratch, codes, scale, zero, length, room,
     SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, CHANNELS: tl.constexpr,
+    RING: tl.constexpr, CHANNELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """The group that the last token has filled, quantized by channel; a program has some channels of a head.
 
-    scratch: (pairs, GROUP, WIDTH) bytes, for codes before they are packed.
+    scratch: (pairs, GROUP, WIDTH) bytes, for codes before they are packed. USE_PDL: programmatic dependent launch.
     """
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     count = tl.load(length)
     if (count % GROUP == 0) & (count > 0):
         pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS
@@ -259,8 +265,11 @@ def append(
         )
     warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
     # debug: for the assertion, without Triton's own of overflows.
+    dependent = not interpreted()
     options = (
-        {} if interpreted() else {"num_warps": warps, "debug": True, "sanitize_overflow": False, **UNFUSED}
+        {"num_warps": warps, "debug": True, "sanitize_overflow": False, "launch_pdl": True, **UNFUSED}
+        if dependent
+        else {}
     )
     factor = float(np.float32(1 / sqrt(k_width)))
     by_channel = keys.axis == 2
@@ -268,7 +277,7 @@ def append(
     append_kernel[batch * heads, -(-tokens // tile), 2](
         k, v, *written, keys.computed, values.codes, values.scale, values.zero, values.computed,
         length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, static_of(keys), *parts, heads, rotate, k_width,
-        v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], not interpreted(), **options,
+        v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], dependent, dependent, **options,
     )  # fmt: skip
     if by_channel:
         _append_group(keys, length, k)
@@ -281,10 +290,12 @@ def _append_group(keys: StoredTokens, length: torch.Tensor, k: torch.Tensor) -> 
     group, window = keys.window.group, keys.window
     channels = max(16, min(width, ELEMENTS // group))
     scratch = torch.empty((batch * heads, group, width), dtype=torch.uint8, device=k.device)
-    options = {} if interpreted() else {"num_warps": channels * group // (32 * PER_THREAD), **UNFUSED}
+    dependent = not interpreted()
+    launched = {"num_warps": channels * group // (32 * PER_THREAD), "launch_pdl": True, **UNFUSED}
+    options = launched if dependent else {}
     group_kernel[batch * heads, width // channels](
         keys.computed, scratch, keys.codes, keys.scale, keys.zero, length, keys.codes.shape[2], plan.rule, plan.block_op, group,
-        width, record.format.bits, window.sinks, window.ring, channels, **options,
+        width, record.format.bits, window.sinks, window.ring, channels, dependent, **options,
     )  # fmt: skip
 
 

@@ -503,6 +503,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) TOGETHER void sm90
   const int lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   const int split = blockIdx.x % p.splits, pair = blockIdx.x / p.splits;
   const int batch = pair / p.key_heads, key_head = pair % p.key_heads;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   const int count = int(*p.length), all = stored_tokens(count, p.residual, p.open);
   constexpr int BLOCK = WARPS * SPAN;
   // Tokens as computed are of the part behind the last token, which has no others, or of the last part. Other parts behind it

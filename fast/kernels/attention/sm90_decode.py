@@ -96,6 +96,7 @@ KERNEL = Kernel(
     _defines,
     own=("softmax.cuh", "sm90_decode_codes.cuh", "sm90_decode_window.cuh", "sm90_decode_sums.cuh"),
     shared=(),
+    programmatic=True,
     instead="Triton's kernel multiplies",
     fails_whole=True,
 )

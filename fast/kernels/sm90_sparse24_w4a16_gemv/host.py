@@ -146,8 +146,8 @@ KERNEL = Kernel(
     "sm90_sparse24_w4a16_gemv",
     Path(__file__).parent,
     _defines,
-    own=("gated.cuh", "output.cuh"),
-    shared=("words.cuh", "copies.cuh"),
+    own=("output.cuh",),
+    shared=("words.cuh", "copies.cuh", "gated.cuh"),
     programmatic=True,
 )
 

@@ -57,13 +57,16 @@ TABLE = 256 * 16 * 8
 
 
 class Form(NamedTuple):
-    """What is multiplied. group: columns of a group, 0 where a row is one; half: whether inputs are float16; out: y's dtype."""
+    """What is multiplied. group: columns of a group, 0 where a row is one; half: whether inputs are float16; out: y's dtype;
+    weights: of a launch; gated: whether of two y is silu of the first product times the second."""
 
     element: str
     group: int
     zero: bool
     half: bool
     out: str
+    weights: int = 1
+    gated: bool = False
 
     @property
     def steps(self) -> int:
@@ -192,8 +195,8 @@ def fitted(form: Form, sizes: Sizes, count: int, steps: int, at_once: int = 2, *
 def _defines(variant: Variant | Direct, form: Form) -> dict[str, int | str]:
     return {name.upper(): int(value) for name, value in variant._asdict().items()} | {
         "STEPS": form.steps, "ELEMENT": ELEMENTS.index(form.element), "GROUP": form.group, "ZERO": int(form.zero),
-        "HALF": int(form.half), "OUT": KINDS.index(form.out), "PLANES": planes("float16" if form.half else "bfloat16"),
-        "SECOND": f"{SECOND}f",
+        "HALF": int(form.half), "WEIGHTS": form.weights, "GATED": int(form.gated), "OUT": KINDS.index(form.out),
+        "PLANES": planes("float16" if form.half else "bfloat16"), "SECOND": f"{SECOND}f",
     }  # fmt: skip
 
 
@@ -212,7 +215,7 @@ KERNEL = Kernel(
     Path(__file__).parent,
     _defines,
     own=("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh"),
-    shared=("words.cuh", "copies.cuh", "pairs.cuh"),
+    shared=("words.cuh", "copies.cuh", "pairs.cuh", "gated.cuh"),
     programmatic=True,
 )
 

@@ -10,6 +10,10 @@
 //
 // A cluster has SPLITS programs along K, which add their sums through each other's shared memory in the order of K; phases of
 // a program are added before, in their order. So the same operands have the same bits every time.
+//
+// WEIGHTS weights of one x, one K and one form may be one launch: programs of the second follow those of the first, and each makes
+// what it makes in a launch of its own. GATED: of two weights of one shape, y is silu of the first product times the second, both
+// rounded before; a cluster has a program of either weight for the same rows, and each writes half of them.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -19,7 +23,7 @@ struct TensorMap;
 
 #include "problem.cuh"
 
-constexpr int GROUPS = 1, CLUSTER = SPLITS;
+constexpr int GROUPS = 1, CLUSTER = GATED ? 2 : SPLITS;
 constexpr bool FACTORED = ELEMENT == E2M1 || ELEMENT == E4M3_MX, NIBBLES = ELEMENT == INT4 || ELEMENT == E2M1 || ELEMENT == NF4;
 constexpr int ATOM = NIBBLES ? 2048 : 4096;                    // bytes of 64 rows by 64 columns
 constexpr int STEP = 128, SUMMED = FACTORED ? STEP : GROUP;    // columns of a step, and of sums that are scaled (0: all)
@@ -44,6 +48,25 @@ constexpr int SCALE_BYTES = GROUP == 0 ? 0 : FACTORED ? ROWS / 2 * FACTOR_BYTES 
 
 #include "sums.cuh"
 #include "load.cuh"
+#include "gated.cuh"
+
+static_assert(!GATED || WEIGHTS == 2 && SPLITS == 1 && OUT == (HALF ? FLOAT16 : BFLOAT16), "two products as they are rounded");
+
+#if WEIGHTS > 1
+// The product of a program: that of the weight which its rows are of (GATED: which its place in the cluster says), and its rows there.
+__device__ __forceinline__ Problem part_of(const Problem& all, int& row, u32 place) {
+  Problem p = all;
+#pragma unroll
+  for (int i = 0; i < WEIGHTS - 1; i++) {
+    const bool further = GATED ? place == 1 : row >= p.n;
+    if (further) {
+      if (!GATED) row -= p.n, p.n = all.rows[i], p.y = all.more[i].y;
+      p.words = all.more[i].words, p.scale = all.more[i].scale, p.zero = all.more[i].zero;
+    }
+  }
+  return p;
+}
+#endif
 
 // Multiplying
 
@@ -173,37 +196,53 @@ __device__ __forceinline__ void consume(Sums& total, const Ring& ring, const Spa
 
 __device__ __forceinline__ float load_float(u32 address) {
   float v;
-  if constexpr (SPLITS > 1) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  if constexpr (CLUSTER > 1) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
 
-// Add phases, then programs, and write this program's share of the rows: every SPLITS-th part of them.
-__device__ __forceinline__ void finish(const Problem& p, const Ring& ring, int row, int split, int thread) {
-  constexpr int SHARE = ROWS / SPLITS;
+// The sum of a token and a row of the programs FIRST to LAST - 1 of a cluster: phases of each, then programs.
+template <int FIRST, int LAST>
+__device__ __forceinline__ float total_of(const Ring& ring, int token, int at) {
+  float total = 0.f;
+#pragma unroll
+  for (int s = FIRST; s < LAST; s++)
+#pragma unroll
+    for (int phase = 0; phase < PHASES; phase++) {
+      const u32 address = ring.sums + 4 * ((phase * TOKENS + token) * LINE + at);
+      total += load_float(CLUSTER > 1 ? address_in(address, s) : address);
+    }
+  return total;
+}
+
+// Write this program's share of the rows: every CLUSTER-th part of them.
+__device__ __forceinline__ void finish(const Problem& p, const Ring& ring, int row, int place, int thread) {
+  constexpr int SHARE = ROWS / CLUSTER;
 #pragma unroll 1
   for (int i = thread; i < p.count * SHARE; i += 32 * WARPS) {
-    const int token = i / SHARE, at = split * SHARE + i % SHARE;
-    float total = 0.f;
-#pragma unroll
-    for (int s = 0; s < SPLITS; s++)
-#pragma unroll
-      for (int phase = 0; phase < PHASES; phase++) {
-        const u32 address = ring.sums + 4 * ((phase * TOKENS + token) * LINE + at);
-        total += load_float(SPLITS > 1 ? address_in(address, s) : address);
-      }
-    store(p, total, token, row + at);
+    const int token = i / SHARE, at = place * SHARE + i % SHARE;
+    if constexpr (GATED) {
+      const u32 gate = narrowed(total_of<0, 1>(ring, token, at)), up = narrowed(total_of<1, 2>(ring, token, at));
+      static_cast<unsigned short*>(p.y)[i64(token) * p.n + row + at] = gated(gate, up);
+    } else {
+      store(p, total_of<0, SPLITS>(ring, token, at), token, row + at);
+    }
   }
 }
 
-extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __cluster_dims__(SPLITS, 1, 1) void sm90_w4a16_gemv(
-    const __grid_constant__ Problem p) {
+extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __cluster_dims__(CLUSTER, 1, 1) void sm90_w4a16_gemv(
+    const __grid_constant__ Problem all) {
   extern __shared__ char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), lane = thread % 32;
-  u32 split = 0;
-  if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
-  const int row = blockIdx.x / SPLITS * ROWS;
-  const Span span(p, split);
+  u32 place = 0;
+  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
+  int row = blockIdx.x / CLUSTER * ROWS;
+#if WEIGHTS > 1
+  const Problem p = part_of(all, row, place);
+#else
+  const Problem& p = all;
+#endif
+  const Span span(p, GATED ? 0 : place);
   const Ring ring((shared_address(memory) + 127) & ~127u, span);
   if (thread == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -239,6 +278,6 @@ extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __
     }
   }
   sync_cluster();
-  if (warp < WARPS) finish(p, ring, row, split, thread);
-  if constexpr (SPLITS > 1) sync_cluster();  // nobody leaves before others have read its sums
+  if (warp < WARPS) finish(p, ring, row, place, thread);
+  if constexpr (CLUSTER > 1) sync_cluster();  // nobody leaves before others have read its sums
 }

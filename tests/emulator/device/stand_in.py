@@ -24,6 +24,8 @@ from tests.emulator.device.program import parsed
 from tests.emulator.faults import unchanged
 
 GUARD, MAP = 64, driver.MAP_BYTES
+#: What a kernel says of the programs of a cluster.
+CLUSTER = re.compile(r"^\.reqnctapercluster (\d+)", re.MULTILINE)
 INCLUDE = re.compile(r'^#include "([\w.]+)".*$', re.MULTILINE)
 
 
@@ -110,7 +112,8 @@ class StandIn:
 
     def _loaded(self, kernel: cuda.Kernel, variant: Any, problem: Any, device: int) -> Handle:
         ptx = compiled(*kernel.sources(variant, problem), self.change)
-        cluster = getattr(variant, "cluster", getattr(variant, "splits", 1))
+        found = CLUSTER.search(ptx)
+        cluster = int(found[1]) if found else getattr(variant, "cluster", getattr(variant, "splits", 1))
         return Handle(ptx, tuple(parsed(ptx).parameters.values()), cluster)
 
     def _launch(self, place: Any, function: Handle, arguments: Any, nothing: None) -> int:

@@ -16,7 +16,7 @@ from ao_lab.config.recipe import named
 from experiments.report import families as families_page
 from fast import dispatch
 from fast.gemm import families
-from fast.gemm.choose import Range, able, by_rows, choose
+from fast.gemm.choose import Range, able, by_rows, choose, in_one_launch
 from fast.gemm.families import (
     CODES,
     HOPPER,
@@ -296,7 +296,19 @@ def test_operands_are_checked_before(monkeypatch):
 )
 def test_pairs(shape, element, rows, together):
     group = 128 if element == "int4" else 0
-    assert names(weight(rows, shape, element, group, products=2)) == [SMALL_M] * together
+    found = names(weight(rows, shape, element, group, products=2))
+    assert found == [SMALL_M] if together else SMALL_M not in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "zero", "one"),
+    [(1, True, True), (1, False, False), (2, True, True), (3, False, True), (17, True, False)],
+)
+def test_large_pairs_are_one_launch_where_one_weight_goes_through_shared_memory(rows, zero, one):
+    """Not those that are read straight from memory."""
+    p = weight(rows, (14336, 4096), "int4", 128, zero=zero, products=2)
+    assert names(p) == [GEMV] * one
+    assert one == (rows < 17 and in_one_launch(p._replace(products=1)))
 
 
 def test_no_pair_loses_much_of_the_times_that_were_measured():
@@ -309,7 +321,7 @@ def test_no_pair_loses_much_of_the_times_that_were_measured():
         p = weight(rows, shape, element, group, zero="asymmetric" in scheme, products=2)
         together, apart = row["pair"] + row["swiglu"], row["apart"] + row["swiglu apart"]
         most = 1.17 if shape == (8192, 3072) and p.zero else 1.1
-        chosen = together if names(p) else apart
+        chosen = together if names(p) == [SMALL_M] else apart
         assert chosen <= most * min(together, apart), row
 
 

@@ -21,6 +21,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv
 from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemv import host as gemv
+from fast.kernels.sm90_w4a16_gemv import several
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
@@ -52,6 +53,19 @@ def w4a16_gemv(
     """`sm90_w4a16_gemv`."""
     call = lambda: gemv.sm90_w4a16_gemv(x, w, bias, variant=variant, x_scale=x_scale, dtype=dtype)  # noqa: E731
     return StandIn(**device).made(call, x, w.words, w.scale, w.zero, bias, x_scale)
+
+
+def w4a16_gemv_of_several(x: Any, weights: Any, variant: Any, gated: bool, **device: Any) -> Any:
+    """`sm90_w4a16_gemv` of several weights in one launch: all products, or the gated one alone."""
+
+    def call() -> Any:
+        with mock.patch.object(several, "variant_of", return_value=variant):
+            if gated:
+                return (several.linear_small_swiglu(x, *weights),)
+            return several.linear_small_several(x, *weights)
+
+    operands = (part for w in weights for part in (w.words, w.scale, w.zero))
+    return StandIn(**device).made(call, x, *operands)
 
 
 def intn_small_m(x: Any, w: Any, bias: Any, variant: Any, **device: Any) -> torch.Tensor:

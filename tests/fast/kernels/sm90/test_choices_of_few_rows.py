@@ -26,10 +26,29 @@ from fast.kernels.sm90_intn_small_m.host import fitted as intn_fitted
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, TWO, rows_of_tiles
 from fast.kernels.sm90_w4a16_gemv.host import Direct, Form, Variant, choose, gains
+from fast.kernels.sm90_w4a16_gemv.several import variant_of
 from fast.launch.cuda import SHARED, SYSTEM
 from tests.support.family_times import measured
 
 # Preshuffled weights
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "count", "parts", "gated"),
+    [
+        ((4096, 1024, 1024), 4096, 1, 2, False), ((8192, 1024, 1024), 8192, 2, 1, True), ((14336, 14336), 4096, 1, 1, True),
+        ((4096, 4096, 4096), 4096, 1, None, False), ((4096, 1024, 1056), 4096, 1, None, False),
+    ],
+)  # fmt: skip
+def test_several_weights_have_the_variant_of_the_largest(rows, k, count, parts, gated):
+    """parts: of K; None where they are launched apart: parts would be of two waves, or programs of two weights."""
+    form = Form("int4", 128, True, False, "bfloat16", len(rows))
+    one = variant_of(form, count, rows, k)
+    assert (one and one.splits) == parts
+    assert one in (None, choose(form._replace(weights=1), count, max(rows), k))
+    both = form._replace(weights=2, gated=True)
+    assert (variant_of(both, count, (rows[0],) * 2, k) is not None) == gated
+
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
 NF4 = Form("nf4", 64, False, False, "bfloat16")

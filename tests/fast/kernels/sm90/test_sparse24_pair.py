@@ -9,8 +9,9 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, KERNEL, TWO, Form, fitted
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import GATED, TWO, Form, fitted
 from fast.launch import nvrtc
+from fast.launch.cuda import SHARED_FOLDER
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory
@@ -106,7 +107,7 @@ def test_every_sixteen_bit_gate(dtype, part):
     up = torch.cat([gate[::257], gate.flip(0)])[: len(gate)].to(torch.uint16)
     gate = gate.to(torch.uint16)
     y = torch.zeros_like(gate)
-    text = "typedef unsigned int u32;\n" + (KERNEL.folder / "gated.cuh").read_text() + GATES_KERNEL
+    text = "typedef unsigned int u32;\n" + (SHARED_FOLDER / "gated.cuh").read_text() + GATES_KERNEL
     text = re.sub(r"\bHALF\b", str(int(dtype == torch.float16)), text)
     ptx = nvrtc.compile_source(text, {}, ("--gpu-architecture=sm_90a", "--std=c++17"), ptx=True)[0].decode()
     # The emulator knows parameters in one structure.

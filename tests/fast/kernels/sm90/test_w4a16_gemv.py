@@ -6,6 +6,7 @@ As a stream of bulk copies, straight from memory (`Direct`), and by elements wit
 import pytest
 import torch
 
+import reference
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_w4a16_gemv.host import ATOMS, Direct, Variant
@@ -13,7 +14,7 @@ from fast.matmul.preshuffled import layout
 from fast.scale_factors import SECOND, TERMS, ArrangedWeight, form_of
 from tests.emulator.device.machine import Machine
 from tests.emulator.faults import assert_shown, at_night, by_product
-from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemv
+from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemv, w4a16_gemv_of_several
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
 
 BF16, HALF, WIDE = torch.bfloat16, torch.float16, torch.float32
@@ -104,6 +105,30 @@ def test_scales_of_the_rows_of_x():
         x, arranged(w), bias, variant=Variant(8, 1, 2, 1, 2), x_scale=scale, dtype=WIDE, early=True
     )
     assert_same_bits(got, exact_result(x.float(), w, None) * scale[:, None] + bias)
+
+
+#: Rows of weights of one x and one launch, their columns, rows of x, the variant, the dtype of x; two of one shape are gated.
+TOGETHER = {
+    "of unlike rows, parts of K": ((128, 64, 192), 512, 3, Variant(8, 1, 3, 2, 3, 2, True), BF16),
+    "gated": ((128, 128), 384, 2, Variant(8, 1, 3, 1, 3, 2, True), BF16),
+    "two, two blocks, x before": ((256, 128), 256, 1, Variant(8, 2, 2, 1, 2), HALF),
+    "gated, float16, two blocks": ((128, 128), 256, 9, Variant(16, 2, 1, 1, 2), HALF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", at_night(TOGETHER, "two, two blocks, x before", "gated, float16, two blocks")
+)
+def test_weights_of_one_launch_have_the_bits_of_launches_of_their_own(name):
+    """Silu of one product times the other is that of both rounded."""
+    require_nvrtc()
+    rows, length, count, variant, dtype = TOGETHER[name]
+    held = [arranged(weight(named("int4_g128_asymmetric"), n, length, seed)) for seed, n in enumerate(rows)]
+    x, is_gated = inputs(count, length, dtype), name.startswith("gated")
+    wanted = [w4a16_gemv(x, w, variant=variant) for w in held]
+    got = w4a16_gemv_of_several(x, held, variant, is_gated, seed=1)
+    for one, other in zip(got, [reference.swiglu(*wanted)] if is_gated else wanted, strict=True):
+        assert_same_bits(one, other)
 
 
 def every_byte(rows, columns, element, group):
@@ -209,6 +234,13 @@ def sums_of_factors(early, change):
     return w4a16_gemv(x, held, variant=Direct(8, 4, 2, 2), dtype=WIDE, early=early, seed=3, change=change)
 
 
+def sums_of_two(early, change):
+    """Silu of one product times the other."""
+    held = [arranged(weight(named("int4_g128_asymmetric"), 64, 384, seed)) for seed in (0, 1)]
+    x, one = inputs(2, 384, BF16), Variant(8, 1, 3, 1, 3, 2, True)
+    return w4a16_gemv_of_several(x, held, one, True, early=early, seed=3, change=change)[0]
+
+
 WAIT = "wait_for(ring.empty + 8 * stage, (i / STAGES & 1) ^ 1);"
 #: A fault, and what is changed, by what shows it.
 FAULTS = {
@@ -222,6 +254,13 @@ FAULTS = {
         "columns in another order": ("half ? w.z : w.x", "half ? w.x : w.z"),
         "the other row's scale": ("i < 2 ? low : high", "i < 2 ? high : low"),
         "zero points of the other row": ("i % 2 ? less.high : less.low", "i % 2 ? less.low : less.high"),
+    },
+    sums_of_two: {
+        "up is the gate": ("total_of<1, 2>", "total_of<0, 1>"),
+        "a product is not rounded": (
+            "narrowed(total_of<1, 2>(ring, token, at))", "__float_as_uint(total_of<1, 2>(ring, token, at)) >> 16"),
+        "both programs write the first half": ("place * SHARE + i % SHARE", "i % SHARE"),
+        "zero points of the gate": (", p.zero = all.more[i].zero", ""),
     },
     sums_of_levels: {
         "x is read before it is there": ("STREAMED ? 33 : 1", "1"),

@@ -29,7 +29,9 @@ from tests.support.linear_cases import exact_inputs, exact_weight, inputs, weigh
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPE = 128, 256
-ONE, PAIR, SWIGLU = (f"ao_lab.linear_small{end}.default" for end in ("", "_pair", "_swiglu"))
+ONE, PAIR, SWIGLU, SEVERAL = (
+    f"ao_lab.linear_small{end}.default" for end in ("", "_pair", "_swiglu", "_several")
+)
 
 
 def weights(name, draw=exact_weight, shapes=(SHAPE, SHAPE)):
@@ -201,6 +203,71 @@ def test_gradients():
     scale = first.scale.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="scales"):
         linear_small_pair(inputs(3, 256, BF16), replace(first, scale=scale), second)[0].sum().backward()
+
+
+# Two or three of different rows
+
+
+def attention_weights(name="int4_g64_asymmetric", sizes=(256, 128, 128)):
+    return [layout.preshuffled(weight(SCHEMES[name], n, 256, seed)) for seed, n in enumerate(sizes)]
+
+
+def of_several(x, ws):
+    parts = [part for w in ws for part in (w.codes, w.scale, w.zero)]
+    return torch.ops.ao_lab.linear_small_several(
+        x, parts, [w.shape[0] for w in ws], ws[0].shape[1], ws[0].scheme.key
+    )
+
+
+def test_products_of_several_weights_are_those_of_each():
+    x = inputs(2, 256, BF16)
+    for sizes in ((256, 128, 128), (128, 256), (128, 256, 192)):
+        ws = attention_weights(sizes=sizes)
+        for got, w in zip(of_several(x, ws), ws, strict=True):
+            assert_same_bits(got, linear_small(x, w))
+    parts = [part for w in ws for part in (w.codes, w.scale, w.zero)]
+    operands = (x, parts, [128, 256, 192], 256, ws[0].scheme.key)
+    torch.library.opcheck(
+        torch.ops.ao_lab.linear_small_several.default, operands, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_what_is_wrong_with_several_is_refused():
+    x, ws = inputs(2, 256, BF16), attention_weights()
+    for given in (ws[:1], ws * 2):
+        with pytest.raises(ValueError, match="takes 2 to 3 weights"):
+            of_several(x, given)
+    with pytest.raises(ValueError, match="the last axes must be the same"):
+        of_several(x[:, :128], ws)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        of_several(x.requires_grad_(), ws)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((256, 128, 128), [SEVERAL]), ((128, 256), [SEVERAL]), ((128, 128, 128), [ONE, PAIR]),
+        ((128, 256, 128, 256, 128), [SEVERAL] * 2), ((256, 128, 128, 64), [ONE, SEVERAL]),
+    ],
+)  # fmt: skip
+def test_weights_of_different_rows_are_joined(sizes, wanted):
+    """Queries, keys and values; more than one operator takes."""
+    ws, x = attention_weights(sizes=sizes), inputs(3, 256, BF16)
+
+    def products(x, parts):
+        given = [
+            replace(w, codes=codes, scale=scale, zero=zero)
+            for w, (codes, scale, zero) in zip(ws, parts, strict=True)
+        ]
+        return [linear_small(x.view(-1, 256), w) for w in given]
+
+    parts = [(w.codes, w.scale, w.zero) for w in ws]
+    graph = make_fx(products, tracing_mode="fake")(x, parts)
+    FuseLinears()(graph.graph)
+    graph.recompile()
+    assert sorted(targets(graph)) == wanted
+    for made, right in zip(graph(x, parts), products(x, parts), strict=True):
+        assert_same_bits(made, right)
 
 
 # What compiled programs have of them
