@@ -45,6 +45,8 @@ CASES = (
     Case("mxfp4", width=64, mode="mean"),
     Case("int8_rowwise", lengths=(100, 1), bags=4),
     Case("torchao.fp8_rowwise_training"),
+    Case("int8_rowwise", dtype="bfloat16", lengths=(3, 0, 70, 1, 20, 7), bags=90, features=6),
+    Case("fp8_rowwise", width=256, mode="mean", ids=torch.int32, lengths=(9, 1, 40)),
 )
 
 

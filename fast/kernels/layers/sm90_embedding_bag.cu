@@ -1,9 +1,9 @@
-// Sums of rows of a table for Hopper, 128 bytes of each: `sm90_embedding_bag.py` says of which tables and launches it.
+// Sums of rows of a table for Hopper, at most 128 bytes of each: `sm90_embedding_bag.py` says of which tables and launches it.
 //
 // A warp has neighbouring bags, and their ids are one run of ids: ROWS of them after each other are read into shared memory by
 // asynchronous copies, STAGES - 1 such pieces ahead of the sums, across the ends of bags, and ids one piece ahead of these. So no
 // load waits for ids but the first ones, and what is in flight depends neither on registers nor on how long bags are.
-// Eight lanes copy a row, a lane adds four of its elements.
+// Eight lanes copy a row, a lane adds four of its elements; where a row's last line is shorter, lanes behind it store nothing.
 //
 // The bits are those of `reference.embedding_bag`: products and sums are rounded one by one, in the order of ids. Products that
 // overflow stop at the largest float32; a piece without a scale of 2^119 leaves that out.
@@ -35,6 +35,7 @@ struct Problem {
   i64 count;         // of ids
   u32 bags, rows;
   u32 each, parts;   // bags of a warp; lines of a row
+  u32 width;         // bytes of a row
   u32 stride, scale_stride;  // bytes from a row to the next one
 };
 
@@ -56,7 +57,7 @@ struct Ahead {
   const Id* ids;
   Id own;
   int at, last;
-  bool outside;
+  bool outside, copies;  // copies: whether the lane has a part of rows
 };
 
 __device__ __forceinline__ void read_ids(Ahead& ahead) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void fetch(const Problem& p, const char* codes, u32 s
 #pragma unroll
   for (int i = 0; i < ROWS / 4; i++) {
     const u32 one = __shfl_sync(ALL, row, 4 * i + lane / 8);
-    if (one != NOTHING) copy16(stage + 4 * i * LINE + 16 * lane, codes + static_cast<unsigned long long>(one) * p.stride);
+    if (one != NOTHING && ahead.copies) copy16(stage + 4 * i * LINE + 16 * lane, codes + static_cast<unsigned long long>(one) * p.stride);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   ahead.at += ROWS;
@@ -159,10 +160,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_embeddin
   const int bags = min(p.each, p.bags - first);
   const i64 start = max(min(static_cast<i64>(p.offsets[first]), p.count), i64(0));
   const int own_end = end_of(p, min(first + lane, first + bags - 1), start), last = __shfl_sync(ALL, own_end, bags - 1);
+  const u32 wide = min(LINE, p.width - part * LINE);
   const char* codes = p.codes + part * LINE + lane % 8 * 16;
   char* stages = memory + warp * STAGES * STAGE;
   const u32 shared = static_cast<u32>(__cvta_generic_to_shared(stages));
-  Ahead ahead = {p.ids + start, 0, 0, last, false};
+  Ahead ahead = {p.ids + start, 0, 0, last, false, lane % 8 * 16 < wide};
   read_ids(ahead);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) fetch(p, codes, shared + i * STAGE, ahead);
@@ -194,7 +196,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_embeddin
 #pragma unroll
       for (int j = 0; j < 4; j++) total[j] = __fdiv_rn(total[j], count);
     }
-    store(p.out, (static_cast<i64>(first + bag) * p.parts + part) * LINE + 4 * lane, total);
+    if (4 * lane < wide) store(p.out, static_cast<i64>(first + bag) * p.width + part * LINE + 4 * lane, total);
   }
   if (__any_sync(ALL, ahead.outside))
     __assertfail("embedding_bag: an id is outside of its table; map unknown ids to a row of their own", __FILE__, __LINE__,

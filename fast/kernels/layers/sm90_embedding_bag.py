@@ -1,8 +1,9 @@
 """Sums of rows of a stored table in CUDA C++ for Hopper: which tables and bags are taken, how they are compiled and launched.
 
 It gives the bits of `embedding_bag.embedding_bag_kernel`, which adds up what this does not take: weights, padding, zero points,
-scales of parts of a row, rows that are no multiples of 128 bytes. There a lane waits for ids and then for their rows, again for
-each few of a bag, and each bag begins anew; here a warp reads ahead over the ends of bags (`reports/LOG.md`).
+scales of parts of a row, rows that are no multiples of 16 bytes or fill few lines of 128. There a lane waits for ids and then
+for their rows, again for each few of a bag, and each bag begins anew; here a warp reads ahead over the ends of bags
+(`reports/LOG.md`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from fast.launch import cuda
 from fast.launch.cuda import CudaLaunch, Kernel, is_served
 from reference import Quantized
 
-#: Bytes of a row that a warp adds up, and the most bags it has, an end of one a lane.
-LINE, MOST_BAGS = 128, 32
+#: Bytes of a row that a warp adds up, the most bags it has, an end of one a lane, and how much of a row's lines is filled.
+LINE, MOST_BAGS, FILLED = 128, 32, 0.6
 #: Ids of a warp, about, and warps that keep a GPU busy: fewer ids are a warp's where there would be fewer warps.
 IDS, WARPS_AT_LEAST = 214, 8 * cuda.MULTIPROCESSORS
 #: Elements of a byte that it decodes, and dtypes of sums, by the numbers of the source.
 FORMATS, OUTPUTS = ("int8", "float8_e4m3fn"), ("float32", "bfloat16", "float16")
 POINTERS = ("codes", "scale", "ids", "offsets", "out")
-#: How the numbers of a launch lie: ids; bags, rows, bags of a warp, lines of a row, bytes between rows and between scales.
-NUMBERS = "q6I"
+#: How the numbers of a launch lie: ids; bags, rows, bags of a warp, lines and bytes of a row, bytes between rows and scales.
+NUMBERS = "q7I"
 
 
 class Problem(NamedTuple):
@@ -83,7 +84,7 @@ def problem_of(
     q: Quantized, ids: torch.Tensor, offsets: torch.Tensor, mode: str, dtype: str
 ) -> Problem | None:
     """Of what the kernel is compiled for; None where Triton's adds up: bytes of other elements, zero points, other scales than
-    a float32 a row, rows that are no multiples of 128 bytes, ids of other or of two dtypes, 2**31 rows, bags or more,
+    a float32 a row, rows that leave too much of their lines empty, ids of other or of two dtypes, 2**31 rows, bags or more,
     a table whose address or whose rows are no multiples of 16 bytes."""
     scheme = q.scheme
     by_rows = q.zero is None and q.outer is None and tuple(q.scale.shape) == (q.shape[0], 1)
@@ -94,11 +95,21 @@ def problem_of(
     if ids.dtype != offsets.dtype or ids.dtype not in (torch.int32, torch.int64):
         return None
     small = max(q.shape[0], len(offsets)) < 1 << 31
-    if not small or q.shape[1] % LINE or not is_aligned(q.codes) or q.scale.data_ptr() % 16:
+    if not small or not is_wide(q.shape[1]) or not is_aligned(q.codes) or q.scale.data_ptr() % 16:
         return None
     return Problem(
         FORMATS.index(scheme.format.name), ids.dtype == torch.int64, mode == "mean", OUTPUTS.index(dtype)
     )
+
+
+def is_wide(width: int) -> bool:
+    """Whether rows of so many bytes are copied in sixteens and fill their lines well."""
+    return width % 16 == 0 and width >= FILLED * LINE * lines_of(width)
+
+
+def lines_of(width: int) -> int:
+    """Of a row."""
+    return -(-width // LINE)
 
 
 def is_aligned(codes: torch.Tensor) -> bool:
@@ -138,11 +149,11 @@ def embedding_bag(
 
     Codes and scales may lie in rows of their own pitch (`Quantized` views of one buffer): strides of both are read.
     """
-    bags, parts = len(offsets), q.shape[1] // LINE
+    bags, width, parts = len(offsets), q.shape[1], lines_of(q.shape[1])
     each = each or bags_of_a_warp(len(ids), bags, parts)
     variant = variant or VARIANT
     warps = -(-bags // each) * parts
-    numbers = (len(ids), bags, q.shape[0], each, parts, q.codes.stride(0), 4 * q.scale.stride(0))
+    numbers = (len(ids), bags, q.shape[0], each, parts, width, q.codes.stride(0), 4 * q.scale.stride(0))
     one = _launch(problem, variant, -(-warps // variant.warps), numbers)
     one.run((q.codes, q.scale, ids, offsets, out), out.get_device())
     return out

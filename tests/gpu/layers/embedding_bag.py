@@ -187,18 +187,33 @@ GRANULARITY, FETCHES = 5, (32, 64, 128)
 
 
 def granularity(batch: int, rows: int) -> None:
-    """Microseconds of the kernel by how many bytes the second-level cache may fetch for a sector: a hint of this process's
-    context (cuCtxSetLimit), set back at the end."""
+    """Microseconds of the kernel, and of reading parts of as many rows at random, by how many bytes the second-level cache may
+    fetch for a sector: a hint of this process's context (cuCtxSetLimit), set back at the end."""
     q = stored_table("int8_rowwise", rows, "cuda")
     with mock.patch.object(table_speed, "BATCHES", BATCHES):
-        graph, count = captured(forms(q, table_speed.bags_of(UNIFORM, batch, rows, "cuda").batches))
+        calls = {"bags": forms(q, table_speed.bags_of(UNIFORM, batch, rows, "cuda").batches)}
+    calls |= {f"{4 * words} bytes a row": reading(q.codes, batch * sum(HOTS), words) for words in (8, 16, 32)}
+    graphs = {name: captured(several) for name, several in calls.items()}
     cuda, usual = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
     cuda.cuCtxGetLimit(ctypes.byref(usual), GRANULARITY)
     for wanted in (usual.value, *FETCHES, usual.value):
         status, now = cuda.cuCtxSetLimit(GRANULARITY, ctypes.c_size_t(wanted)), ctypes.c_size_t()
         cuda.cuCtxGetLimit(ctypes.byref(now), GRANULARITY)
-        us = statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
-        say("granularity", f"{now.value} bytes (asked for {wanted}, status {status})", us, "us")
+        for name, (graph, count) in graphs.items():
+            us = statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
+            say("granularity", f"{name}: {now.value} (asked for {wanted}, status {status})", us, "us")
+
+
+def reading(codes: torch.Tensor, count: int, words: int) -> list[Callable[[], object]]:
+    """Calls that read the first words of rows at random."""
+    together = 8
+    programs = -(-count // (LANES * together * TURNS))
+    out = torch.empty((programs * LANES, words), dtype=torch.int32, device="cuda")
+    drawn = [torch.randint(0, len(codes), (count,), device="cuda") for _ in range(BATCHES)]
+    return [
+        partial(rows_kernel[(programs,)], codes.view(torch.int32), None, ids, out, count, WORDS, NOWHERE, words, LANES,
+                together, TURNS, num_warps=1) for ids in drawn
+    ]  # fmt: skip
 
 
 #: Words of 4 bytes of a row of codes, rows that a warp reads at once, and how often ids follow each other in a program.
