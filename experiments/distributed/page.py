@@ -17,7 +17,7 @@ from experiments.distributed.cases import (
     SPEED,
 )
 from experiments.harness.rows import Row
-from experiments.report.content import Headline, Section, Table
+from experiments.report.content import Headline, Section, Table, member
 from experiments.report.results import Results, Where, by_run, number
 from experiments.report.targets import RunTargets, Target, limit_of, limits
 
@@ -106,7 +106,7 @@ def how_many(results: Results) -> str:
     said = {name: status_of(results, expected, name) for expected, name in cases_of(results)}
     late = sum(word.startswith("not run") and not word.startswith(NEEDS_GPUS) for word in said.values())
     lost = [name for name, word in said.items() if word != "ok" and not word.startswith("not run")]
-    words = f"{passed} of {ran}" + (f"; {late} were not reached" if late else "")
+    words = f"{passed} of {ran}" + (f", {late} more not measured" if late else "")
     return words + (f"; failed: {'; '.join(lost)}" if lost else "")
 
 
@@ -114,8 +114,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """How many cases passed on each device, which did not, and the best steps."""
     words = []
     for kind, name in (
-        (IDENTITY, "Cases that equal one process"),
-        (FAILURES, "Failures after which all held"),
+        (IDENTITY, COUNTED[0]),
+        (FAILURES, COUNTED[1]),
     ):
         for where, results in by_run(rows, kind).items():
             words.append(f"{name} ({where}): {how_many(results)}.")
@@ -142,7 +142,7 @@ def speed_texts(results: Results) -> list[str]:
                     for method in results.with_setting(setting).methods
                 }
                 said = [
-                    f"{method} {number(value, 2)}"
+                    f"{member(method)} {number(value, 2)}"
                     for method, value in found.items()
                     if value is not None and method != "bfloat16"
                 ]
@@ -203,13 +203,16 @@ def targets(results: Results) -> list[Target]:
 def main_finding(rows: Sequence[Row]) -> str:
     """How many cases equal one process, how many failures were held, and what gathered weights send and gain."""
     words = [f"{one.rstrip('.')}" for one in findings(rows) if one.startswith(COUNTED)]
-    return "; ".join(
+    return ". ".join(
         [*words, *(text for results in gpu_speeds(rows).values() for text in sent_texts(results))]
     )
 
 
 #: How the sentences begin that count cases.
-COUNTED = ("Cases that equal one process", "Failures after which all held")
+COUNTED = (
+    "Cases in which all ranks compute what one process computes",
+    "Failures after which the others ended with an error and nothing was lost",
+)
 
 
 def sent_texts(results: Results) -> list[str]:
@@ -222,7 +225,7 @@ def sent_texts(results: Results) -> list[str]:
     if best is None or not codes or not plain:
         return []
     return [
-        f"weights gathered in 8 bits send {codes / plain:.2f} of bfloat16's bytes, at best {best.value:.2f} times as fast as "
+        f"Weights gathered in 8 bits send {codes / plain:.2f} of bfloat16's bytes, at best {best.value:.2f} times as fast as "
         "with bfloat16 gathered"
     ]
 

@@ -43,27 +43,27 @@ def paired(rows: Sequence[Row]) -> tuple[Where, Results] | None:
 
 
 def loss_headlines(rows: Sequence[Row]) -> list[Headline]:
-    """Gaps of some recipes on held-out text and on the text of another kind, and those of the largest single trainings."""
+    """Gaps of some recipes on held-out text, and which are within the margin, undecided and beyond it on another text."""
     run = paired(rows)
     texts = texts_of(run[1]) if run else []
     if run is None or not texts:
         return []
     words = [f"on {name_of(texts[0])} {quoted(run[1], texts[0])}"]
-    words += [f"on {name_of(one)}, unlike the training text, {quoted(run[1], one)}" for one in texts[1:]]
-    singles = [one for one in pairs_of(rows) if one[0].device == run[0].device]
-    words += [largest_single(singles)] if singles else []
+    words += [
+        f"on {name_of(one)}, unlike the training text ({verdicts_of(run[1], one)})" for one in texts[1:]
+    ]
     used = [
         row for one in texts for row in run[1].rows if row.metric == f"gap, {one}" and row.method in QUOTED
     ]
     counts = [int(row.value) for row in run[1].rows if row.metric in {f"gap, {one}, seeds" for one in texts}]
-    trained = f"paired trainings of a small Llama, {seeds_in(counts)}"
+    trained = f"paired trainings of a small Llama, {seeds_in(counts)}, margin {MARGIN}%"
     return [Headline(f"Loss over bfloat16's, {trained}: {'; '.join(words)}", used)]
 
 
 def quoted(gaps: Results, metric: str) -> str:
-    """Some recipes' gaps on a text with their verdicts, and those of others that are beyond the margin."""
+    """Some recipes' gaps on a text, and those of others that are beyond the margin; what is not within it says so."""
     found = [
-        f"{method} {shown(one, one.seeds, verdict=True)}"
+        f"{method} {shown(one, one.seeds, verdict=one.verdict(MARGIN) != WITHIN)}"
         for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows)
         if (one := convergence_page.gap_of(gaps, setting, method, metric)) is not None
         and (method in QUOTED or one.verdict(MARGIN) == BEYOND)
@@ -183,16 +183,22 @@ def speeds_found(rows: Sequence[Row]) -> list[str]:
 
 def converged(rows: Sequence[Row]) -> list[str]:
     """Which recipes are within the margin of bfloat16's loss, undecided and beyond it, on each text."""
-    run, sentences = paired(rows), []
-    for metric in texts_of(run[1]) if run else []:
-        verdicts: dict[str, list[str]] = {WITHIN: [], UNDECIDED: [], BEYOND: []}
-        for setting, method in dict.fromkeys((row.setting, row.method) for row in run[1].rows) if run else []:
-            one = convergence_page.gap_of(run[1], setting, method, metric) if run else None
-            if one is not None:
-                verdicts[one.verdict(MARGIN)].append(method)
-        words = [f"{name}: {', '.join(found)}" for name, found in verdicts.items() if found]
-        sentences.append(f"Loss on {name_of(metric)}, margin {MARGIN}%: {'; '.join(words)}")
-    return sentences
+    run = paired(rows)
+    return [
+        f"Loss on {name_of(metric)}, margin {MARGIN}%: {verdicts_of(run[1], metric)}"
+        for metric in (texts_of(run[1]) if run else [])
+        if run
+    ]
+
+
+def verdicts_of(gaps: Results, metric: str) -> str:
+    """The recipes that are within the margin, undecided and beyond it, on one text."""
+    verdicts: dict[str, list[str]] = {WITHIN: [], UNDECIDED: [], BEYOND: []}
+    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
+        one = convergence_page.gap_of(gaps, setting, method, metric)
+        if one is not None:
+            verdicts[one.verdict(MARGIN)].append(method)
+    return "; ".join(f"{name}: {', '.join(found)}" for name, found in verdicts.items() if found)
 
 
 def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:

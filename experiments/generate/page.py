@@ -37,7 +37,7 @@ from experiments.generate.tables import (
 )
 from experiments.generate.tables import Table as Measured
 from experiments.harness.rows import Row
-from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of, member
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, counts, limits, missed, verdict_of
@@ -216,12 +216,11 @@ def speeds(where: Where, results: Results, setting: str) -> str:
     }
     changed = unsteady(where, results, setting)
     again = (results.value(setting, BASE.name, REPEAT) or 1.0) if changed else 1.0
-    told = [f"{name} {speed:.2f}" for name, speed in found.items() if beyond(speed, again)]
-    alike = [name for name, speed in found.items() if not beyond(speed, again)]
+    told = [f"{member(name)} {speed:.2f}" for name, speed in found.items() if beyond(speed, again)]
+    alike = [member(name) for name, speed in found.items() if not beyond(speed, again)]
     words = [f"speed over it: {', '.join(told)}"] if told else []
-    words += [f"not told from it: {'; '.join(alike)}"] if alike else []
-    ending = f" ({changed})" if changed else ""
-    return f"{where}, {setting}: bfloat16 {base}; {'; '.join(words)}{ending}."
+    words += [f"no difference beyond the host's of {', '.join(alike)}"] if alike else []
+    return f"{where}, {setting}: bfloat16 {base}; {'; '.join([*words, *filter(None, [changed])])}."
 
 
 def beyond(speed: float, again: float) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.kernels.operations import LARGE, SMALL
 from experiments.kernels.results import CaseResult
-from experiments.report.plots import MARKERS, SERIES, SMALLEST, STYLE, separate, set_titles
+from experiments.report.plots import MARKERS, SERIES, SMALLEST, STYLE, boxes, separate, set_titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +64,8 @@ def by_operation(lines: Sequence[CaseResult], width: float = 8.6) -> Figure:
         if names:
             axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1 if width <= NARROW else 3)
         figure.tight_layout()
-        separate(notes)
+        dots = [(line.values["fraction"], places[line.case, line.shape]) for line in shown]
+        separate(notes, boxes(axis, dots))
     pyplot.close(figure)
     return figure
 

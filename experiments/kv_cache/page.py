@@ -10,7 +10,7 @@ from experiments.kv_cache.needle import METHODS
 from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SUMS, UNLIKE
 from experiments.models.causal_lm import REAL
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.plots import curves
+from experiments.report.plots import NARROW, curves
 from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 
@@ -138,9 +138,17 @@ targets_by_run = speed_page.targets_by_run
 def sums_section(where: Where, results: Results) -> Section:
     """A picture and a table by context."""
     contexts = sorted(results.settings, key=int)
-    series = {method: [results.value(one, method, ERROR) for one in contexts] for method in CHAINS}
-    figure = curves(series, f"context: {contexts[0]} to {contexts[-1]} tokens", ERROR, base=0.0)
-    drawing = Drawing(f"kv-cache-sums-{where.scale}", "What FP8 sums lose over a context.", figure)
+    errors = {method: [results.value(one, method, ERROR) for one in contexts] for method in CHAINS}
+    series = {
+        method: [None if one is None else 100 * one for one in values] for method, values in errors.items()
+    }
+    labels = "tokens of the context", f"{ERROR} (%)"
+    names = [f"{int(one):,}" for one in contexts]
+    figure, narrow = (curves(series, *labels, names=names, width=width) for width in (7.6, NARROW))
+    for one in (figure, narrow):
+        one.axes[0].set_yscale("log")
+    caption = "What FP8 sums of attention lose over a context, in one chain of additions and in chains of 128 tokens."
+    drawing = Drawing(f"kv-cache-sums-{where.scale}", caption, figure, narrow)
     lines = [[one, *(number(results.value(one, method, ERROR), 5) for method in CHAINS)] for one in contexts]
     table = Table("Relative error of attention", ["tokens", *CHAINS], lines, results.rows)
     return Section(f"FP8 sums ({where})", SUM_TEXT, [drawing], [table])

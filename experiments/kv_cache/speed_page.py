@@ -9,8 +9,8 @@ from experiments.harness.rows import Row
 from experiments.kv_cache.decode_attention import PEERS, Size
 from experiments.kv_cache.generation import COMPILED, FIRST, GENERATE, OWN, STEP
 from experiments.kv_cache.speed import BASE, COPY, SPEED, TIME
-from experiments.report.content import Drawing, Section, Table
-from experiments.report.plots import curves
+from experiments.report.content import Drawing, Section, Table, member
+from experiments.report.plots import NARROW, curves
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, Target, limits
 
@@ -106,17 +106,19 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def _said_of_speed(results: Results) -> str:
     setting = "64 x 8192" if "64 x 8192" in results.settings else results.settings[-1]
     times = {method: results.value(setting, method, TIME) for method in results.methods}
-    parts = [f"{method} {number(value, 0)}" for method, value in times.items() if value is not None]
-    return f"Decode attention of one layer at {setting} tokens, us: {', '.join(parts)}"
+    parts = [f"{member(method)} {number(value, 0)}" for method, value in times.items() if value is not None]
+    return f"Decode attention of one layer at {setting} tokens, us a call: {', '.join(parts)}"
 
 
 def _said_of_models(results: Results) -> str:
     said = []
     for setting in results.settings:
         times = {method: results.value(setting, method, TIME) for method in results.methods}
-        parts = [f"{method} {number(value, 2)}" for method, value in times.items() if value is not None]
+        parts = [
+            f"{member(method)} {number(value, 2)}" for method, value in times.items() if value is not None
+        ]
         said.append(f"{setting}: {', '.join(parts)}")
-    return f"ms a token of {'; of '.join(said)}"
+    return f"Decoding, ms a token, of {'; of '.join(said)}"
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -170,12 +172,18 @@ def speed_drawing(where: Where, results: Results) -> Drawing:
     copies = {
         f"copy of {method}'s bytes": series(method, COPY) for method in (BASE, "fp8") if method in shown
     }
-    figure = curves(shown | copies, f"context: {tokens[0]} to {tokens[-1]} tokens", "us")
-    figure.axes[0].set_yscale("log")
+    names = [f"{one:,}" for one in tokens]
+    figure, narrow = (
+        curves(shown | copies, "tokens of the context", "time of a call (us)", names=names, width=width)
+        for width in (7.6, NARROW)
+    )
+    for one in (figure, narrow):
+        one.axes[0].set_yscale("log")
     return Drawing(
         f"kv-cache-decode-attention-{where.ending}",
         f"Decode attention of {batch} sequences over the context.",
         figure,
+        narrow,
     )
 
 

@@ -30,6 +30,7 @@ from experiments.report.content import (
     Section,
     Table,
     headlines_of,
+    member,
     readable,
 )
 from experiments.report.plots import narrow_ratio_map, ratio_map
@@ -164,7 +165,8 @@ def slow_words(part: str, rows: Sequence[Row]) -> list[str]:
     words = []
     for device, found in firsts.items():
         groups = [
-            f"{tokens} token{'s' * (tokens > 1)}: {', '.join(name for name, first in found.items() if first == tokens)}"
+            f"{tokens} token{'s' * (tokens > 1)}: "
+            + ", ".join(member(name) for name, first in found.items() if first == tokens)
             for tokens in sorted(set(found.values()))
         ]
         if groups:

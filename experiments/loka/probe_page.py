@@ -75,10 +75,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
     if (best := best_run(by_run(rows, FAULTY))) is not None:
         found = {kind: [len(seen(best[1], kind, metric)) for metric in (SIGMAS, MERE)] for kind in KINDS}
         count = len(best[1].settings)
-        tests, mere = (", ".join(map(str, counts)) for counts in zip(*found.values(), strict=True))
+        parts = [f"{tests} and {mere} on {kind}" for kind, (tests, mere) in found.items()]
         words.append(
-            f"Of {count} faulty kernels of our own `probe_kernel` finds {tests} on {', '.join(found)}; MERE, the "
-            f"mean of |error / output|, {mere}."
+            f"Of a bank of {count} faulty kernels `probe_kernel` finds and MERE, the mean of |error / output|, finds: "
+            f"{'; '.join(parts)}."
         )
     if (best := best_run(by_run(rows, ALARMS))) is not None:
         (one,) = best[1].lines

@@ -24,7 +24,7 @@ from experiments.loka.fused_speed import ALONE, EPILOGUE, NORM, PLAIN, TIME
 from experiments.loka.table_speed import BYTES, DENSE, TABLES, UNIFORM
 from experiments.loka.table_speed import MEMORY as HELD
 from experiments.loka.table_speed import STORED as TABLE_SCHEMES
-from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table, member
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
 from experiments.report.targets import RunTargets, Target, limit_of
@@ -167,7 +167,7 @@ def _tables_found(results: Results) -> list[str]:
 
 def _norms_found(results: Results) -> list[str]:
     parts = [
-        f"{setting} {number(best[1], 2)}x ({best[0]})"
+        f"{number(best[1], 2)}x at {member(setting)} by {member(best[0])}"
         for setting in results.settings
         if (best := quickest_norm(results, setting))
     ]
@@ -176,7 +176,7 @@ def _norms_found(results: Results) -> list[str]:
 
 def _epilogues_found(results: Results) -> list[str]:
     parts = [
-        f"{setting} {number(one, 3)}" for setting in results.settings if (one := slower(results, setting))
+        f"{number(one, 3)} at {setting}" for setting in results.settings if (one := slower(results, setting))
     ]
     return (
         [f"Block norm in the epilogue, over the time of the plain matmul: {', '.join(parts)}."]

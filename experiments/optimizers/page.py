@@ -9,7 +9,7 @@ from experiments.optimizers.speed import FLOOR, GRAPH, SPEED, TIME
 from experiments.optimizers.training import BASE, GAP, GAPS, HELD_OUT, INTERVAL, PAIRED
 from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECTION, RATIOS, RMS, Setting
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.plots import curves
+from experiments.report.plots import NARROW, curves
 from experiments.report.results import Results, Where, best_run, by_run, number, seeds_in
 from experiments.report.targets import RunTargets, Target, limit_of, limits
 
@@ -191,18 +191,16 @@ def updates_section(where: Where, results: Results) -> Section:
         for method in ("torchao, 8 bits", "torchao, FP8", "ours, 8 bits")
         for stops in (False, True)
     }
-    figure = curves(
-        series,
-        "ratio of gradients in a block",
-        "largest update over that with float32 states",
-        base=1.0,
-    )
-    figure.axes[0].set_yscale("log")
-    figure.axes[0].set_xticks(range(1, len(RATIOS) + 1), [f"{ratio:,}" for ratio in RATIOS])
+    labels = "ratio of gradients in a block", "largest update over that with float32 states"
+    ratios = [f"{ratio:,}" for ratio in RATIOS]
+    figure, narrow = (curves(series, *labels, base=1.0, names=ratios, width=width) for width in (7.6, NARROW))
+    for one in (figure, narrow):
+        one.axes[0].set_yscale("log")
     drawing = Drawing(
         f"optimizers-largest-update-{where.scale}",
-        "Largest update over that with float32 states; where small gradients become 0 and where they go on.",
+        "Largest update over that with float32 states, 1 is as large; where small gradients become 0 and where they go on.",
         figure,
+        narrow,
     )
     tables = [numbers(results, metric) for metric in (LARGEST, RMS, PROJECTION)]
     return Section(f"Updates with stored states ({where})", TEXT, [drawing], tables)

@@ -11,7 +11,7 @@ from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORS
 from experiments.prefill_attention.speed import COSINE as COSINE_OF_LAST
 from experiments.prefill_attention.speed import GRAPH, PEERS, QUANTIZATION, RATE, SPEED, TIME
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.plots import curves, dots
+from experiments.report.plots import NARROW, curves, dots
 from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
@@ -125,9 +125,13 @@ def speed_section(where: Where, results: Results) -> Section:
     recipes = [name for name in results.methods if name not in PEERS]
     over = {name: [speeds(results, setting).get(name) for setting in results.settings] for name in recipes}
     if any(value is not None for values in over.values() for value in values):
-        figure = curves(over, f"sequences x tokens: {', '.join(results.settings)}", OVER, base=1.0)
+        figure, narrow = (
+            curves(over, "sequences x tokens", OVER, base=1.0, names=results.settings, width=width)
+            for width in (7.6, NARROW)
+        )
+        narrow.axes[0].tick_params(axis="x", rotation=60)
         title = "Speed of causal attention in 8 bits over torch's best, quantization included."
-        drawings.append(Drawing(f"prefill-attention-speed-{where.ending}", title, figure))
+        drawings.append(Drawing(f"prefill-attention-speed-{where.ending}", title, figure, narrow))
     return Section(f"Speed ({where})", SPEED_TEXT, drawings, [Table("A call", columns, lines, results.rows)])
 
 

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: Sentences longer than this are shown as a lead, and a list that opens; the lead is at most so long.
+#: Sentences longer than this are shown as a lead and a list; the lead is at most so long.
 LONG, LEAD = 260, 140
+#: Characters of a main finding in README.md, the sentence that passes it left out.
+BRIEF = 340
+#: Where a sentence ends and another begins.
+SENTENCE = re.compile(r"\.\s+(?=[A-Z0-9])")
 
 
 def inline(text: str) -> str:
@@ -61,6 +65,24 @@ def divided(text: str) -> tuple[str, str]:
     return "", text
 
 
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, full stops within parentheses left alone, each without its own."""
+    free, found, start = set(outside(text)), [], 0
+    for end in SENTENCE.finditer(text):
+        if end.start() in free:
+            found.append(text[start : end.start()])
+            start = end.end()
+    return [*found, text[start:].removesuffix(".")]
+
+
+def brief(text: str) -> str:
+    """The first sentences of a text that have at most BRIEF characters together, without the last full stop; the first
+    always."""
+    found = sentences(text)
+    fitting = [end for end in range(1, len(found) + 1) if len(". ".join(found[:end])) <= BRIEF]
+    return ". ".join(found[: max(fitting, default=1)])
+
+
 def split(text: str, mark: str) -> list[str]:
     """A text at each mark that is followed by a space and lies outside of parentheses."""
     found, start = [], 0
@@ -69,6 +91,12 @@ def split(text: str, mark: str) -> list[str]:
             found.append(text[start:place].strip())
             start = place + 1
     return [*found, text[start:].strip()]
+
+
+def member(name: str) -> str:
+    """A name as it stands in a list: what follows its first comma in parentheses, as "int4 g128 (zero points)"."""
+    first, _, rest = name.partition(", ")
+    return f"{first} ({rest})" if rest else first
 
 
 def outside(text: str) -> list[int]:
@@ -273,7 +301,12 @@ def headlines_of(text: str, **rows: Row | None) -> list[Headline]:
 
 def devices_of(rows: Iterable[Row]) -> list[str]:
     """The devices of rows, in their order; a CPU as people write it."""
-    return list(dict.fromkeys("CPU" if row.device == "cpu" else row.device for row in rows))
+    return list(dict.fromkeys(device_name(row.device) for row in rows))
+
+
+def device_name(device: str) -> str:
+    """A device as people write it."""
+    return "CPU" if device == "cpu" else device
 
 
 def runs_of(rows: Sequence[Row]) -> list[str]:
@@ -287,8 +320,7 @@ def runs_of(rows: Sequence[Row]) -> list[str]:
 
 def run_of(device: str, short: bool) -> str:
     """A device as people write it, and that its run is a short one."""
-    name = "CPU" if device == "cpu" else device
-    return f"short run on {name}" if short else name
+    return f"short run on {device_name(device)}" if short else device_name(device)
 
 
 def subjects_of(rows: Iterable[Row]) -> list[str]:
@@ -314,6 +346,7 @@ def readable(data: str) -> str:
         return f"corpus {corpus.group(1)}"
     text = LLAMA.sub(lambda found: f"Llama-{found.group(1)}-{found.group(2)}B", data)
     text = re.sub(r"-random\b", " (random weights)", text)
+    text = re.sub(r"\b(\d+)-ranks\b", r"\1 ranks", text)
     text = re.sub(r"-(two-blocks|\d+-layers?)\b", lambda found: ", " + found.group(1).replace("-", " "), text)
     text = re.sub(
         r"\b(\d+) rows\b",

@@ -47,13 +47,16 @@ from experiments.report.content import (
     Headline,
     Section,
     Table,
+    brief,
     days_of,
+    device_name,
     devices_of,
     inline,
     lead,
     note,
     parts,
     runs_of,
+    sentences,
     subjects_of,
 )
 from experiments.report.history import History, histories, remember
@@ -280,6 +283,8 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         "unmet": peers.missing(rows, [name for name, found in rows.items() if is_given(name, found)]),
         "fewest": FEWEST_TOKENS,
         "families": has_triton() or (places.reports / "families.html").exists(),
+        "devices": devices_of([row for page in pages for row in page.rows]),
+        "days": days_of([row for page in pages for row in page.rows]),
     }
     written: Written = []
     for name in FIRST_PAGES:
@@ -426,7 +431,10 @@ def brief_tables(page: Page) -> list[Table]:
 def ran_on(rows: Sequence[Row]) -> list[str]:
     """Devices and versions of libraries, each with the number of its rows."""
     counts = Counter((row.device, row.versions or "versions that are not known") for row in rows)
-    return [f"{device}: {versions} ({count} values)" for (device, versions), count in sorted(counts.items())]
+    return [
+        f"{device_name(device)}: {versions} ({count} values)"
+        for (device, versions), count in sorted(counts.items())
+    ]
 
 
 def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
@@ -458,6 +466,8 @@ def render(template: str, **values: object) -> str:
     environment.filters["pipes"] = lambda text: text.replace("|", "\\|")
     environment.filters["inline"] = lambda escaped: inline(str(escaped))
     environment.filters["lead"] = lead
+    environment.filters["sentences"] = sentences
+    environment.filters["brief"] = brief
     environment.filters["parts"] = parts
     environment.filters["addresses"] = addresses
     return environment.get_template(template).render(**values)

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 #: Offsets in points and alignments of labels that would else cover others.
 SPOTS = (
     (4, 5, "left"), (4, -9, "left"), (-4, 5, "right"), (-4, -9, "right"),
-    (4, 13, "left"), (4, -17, "left"), (-4, 13, "right"), (-4, -17, "right"),
+    (4, 13, "left"), (4, -17, "left"), (-4, 13, "right"), (-4, -17, "right"), (6, -2, "left"), (-6, -2, "right"),
+    (0, 7, "center"), (0, -12, "center"), (8, 22, "left"), (8, -26, "left"), (-8, 22, "right"), (-8, -26, "right"),
 )  # fmt: skip
-#: Colours and markers of the series of dot plots: no two of seven are the same.
+#: Colours and markers of series: no two of seven are the same.
 DOT_COLORS, DOT_MARKERS = (*SERIES, "#000000", "#56b4e9"), (*MARKERS, "P", "X")
 #: Points of the smallest text: nine pixels, where a figure is as wide as a page or narrower.
 SMALLEST = 7.0
+#: Inches of a figure for a phone.
+NARROW = 3.5
 #: Titles of the markers of each figure, by the group of the SVG that holds them.
 TITLES: WeakKeyDictionary[Figure, dict[str, list[str]]] = WeakKeyDictionary()
 
@@ -172,8 +175,8 @@ def scatter_panels(
     families = {point.family for points in panels.values() for point in points}
     family_legend(figure, families, colors, most=int(0.9 * width * columns))
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
-    for axis in axes[: len(panels)]:
-        separate(axis.texts)
+    for axis, points in zip(axes, panels.values(), strict=False):
+        separate(axis.texts, boxes(axis, [(point.x, point.y) for point in points]))
     return figure
 
 
@@ -361,21 +364,41 @@ def _scatter(
         )
 
 
-def separate(notes: Iterable[Any]) -> None:
-    """Move labels that cover an earlier one to the first of SPOTS where they do not, or leave them."""
+def separate(notes: Iterable[Any], dots: Sequence[Any] = ()) -> None:
+    """Move labels that cover an earlier one, or one of the boxes of dots, to the first of SPOTS where they cover nothing; where
+    there is none, to the one that covers least."""
     taken: list[Any] = []
     for note in notes:
-        first = note.xyann, note.get_ha()
-        for x, y, side in ((*first[0], first[1]), *SPOTS):
-            note.set_position((x, y))
-            note.set_ha(side)
-            box = note.get_window_extent()
-            if not any(box.overlaps(one) for one in taken):
+        costs = []
+        places = ((*note.xyann, note.get_ha()), *SPOTS)
+        for number, place in enumerate(places):
+            covered = covers(move(note, place), taken, dots)
+            costs.append((covered, number))
+            if not covered:
                 break
-        else:
-            note.set_position(first[0])
-            note.set_ha(first[1])
-        taken.append(note.get_window_extent())
+        taken.append(move(note, places[min(costs)[1]]))
+
+
+def move(note: Any, place: tuple[float, float, str]) -> Any:
+    """Put a label at an offset in points with an alignment; returns its box in pixels."""
+    x, y, side = place
+    note.set_position((x, y))
+    note.set_ha(side)
+    return note.get_window_extent()
+
+
+def covers(box: Any, taken: Sequence[Any], dots: Sequence[Any]) -> int:
+    """How much a label's box covers: another label counts as five dots."""
+    return 5 * sum(box.overlaps(one) for one in taken) + sum(box.overlaps(one) for one in dots)
+
+
+def boxes(axis: Axes, places: Iterable[tuple[float, float]], size: float = 3.0) -> list[Any]:
+    """The boxes of dots at places of an axis, in pixels, of so many points on either side of their middle."""
+    from matplotlib.transforms import Bbox
+
+    half = size * axis.figure.dpi / 72
+    found = axis.transData.transform(list(places)) if places else []
+    return [Bbox([[x - half, y - half], [x + half, y + half]]) for x, y in found]
 
 
 def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str], most: int = 12) -> None:
@@ -397,25 +420,29 @@ def curves(
     *,
     base: float | None = None,
     percent: bool = False,
+    names: Sequence[str] = (),
+    width: float = 7.6,
 ) -> Figure:
     """One line per series over 1, 2, ...; missing values leave a gap.
 
-    base: where a horizontal line marks what is compared with. percent: values stand at equal parts of 100. Colours repeat
-    behind the fifth series with another marker and a dashed line.
+    base: where a horizontal line marks what is compared with. percent: values stand at equal parts of 100. names: what stands
+    at 1, 2, ... of the axis. width: in inches; in a narrow figure the legend has a line for each series. Colours repeat behind
+    the seventh series with another marker and a dashed line.
     """
-    figure, (axis,) = subplots(1, 1, (7.6, 4.2))
+    beside = max(1, int(width / 2.5))
+    figure, (axis,) = subplots(1, 1, (width, 3.0 + 1.2 * (beside > 1) + 0.2 * len(series) * (beside == 1)))
     for number, (name, values) in enumerate(series.items()):
         step = 100 / len(values) if percent and values else 1
         drawn = [(x * step, y) for x, y in enumerate(values, 1) if is_number(y)]
         if not drawn:
             continue
         x, y = zip(*drawn, strict=True)
-        turn = number // len(SERIES)
+        turn = number // len(DOT_COLORS)
         axis.plot(
             x,
             y,
-            color=SERIES[number % len(SERIES)],
-            marker=MARKERS[(number + turn) % len(MARKERS)],
+            color=DOT_COLORS[number % len(DOT_COLORS)],
+            marker=DOT_MARKERS[(number + turn) % len(DOT_MARKERS)],
             linestyle="--" if turn else "-",
             markersize=3.5,
             linewidth=1.1,
@@ -423,10 +450,12 @@ def curves(
         )
     if base is not None and axis.has_data():
         axis.axhline(base, color="#444444", linewidth=0.9)
+    if names:
+        axis.set_xticks(range(1, len(names) + 1), names)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
     if axis.has_data():
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=7.5)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=beside, frameon=False, fontsize=7.5)
     return figure
 
 
@@ -461,7 +490,7 @@ def ratio_map(
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
     lines without any value are left out. xlabel: what the columns are of."""
     rows, values = measured_lines(rows, values)
-    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
+    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), max(2.4, 1.2 + 0.24 * len(rows))))
     image = draw_ratios(axis, rows, columns, values)
     axis.set_xlabel(xlabel)
     bar = figure.colorbar(image, ax=axis, pad=0.02)

@@ -23,6 +23,7 @@ from experiments.report.content import (
     Section,
     Table,
     Windows,
+    device_name,
     readable,
     windows_in,
 )
@@ -53,8 +54,11 @@ class Where:
     @property
     def run(self) -> str:
         """The device, that a run is a short one, and how much text it is on."""
-        device = "CPU" if self.device == "cpu" else self.device
-        words = ["short run"] * self.short + [device] + ([] if self.windows is None else [str(self.windows)])
+        words = (
+            ["short run"] * self.short
+            + [device_name(self.device)]
+            + ([] if self.windows is None else [str(self.windows)])
+        )
         return ", ".join(words)
 
     @property

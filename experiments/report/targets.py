@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.harness.rows import Row, table_parts
-from experiments.report.content import NO_TARGET, Table
+from experiments.report.content import NO_TARGET, Table, device_name
 from experiments.report.results import Where
 
 FILE = Path(__file__).resolve().parents[1] / "targets.csv"
@@ -220,7 +220,7 @@ def by_device(runs: Iterable[RunTargets]) -> dict[str, list[Target]]:
 
 def counted(runs: Iterable[RunTargets]) -> str:
     """How many targets are reached of those that were measured, by device; nothing where none was measured."""
-    words = [f"on {device} {counts(targets)}" for device, targets in by_device(runs).items()]
+    words = [f"on {device_name(device)} {counts(targets)}" for device, targets in by_device(runs).items()]
     return f"targets reached {'; '.join(words)}" if words else ""
 
 
@@ -230,7 +230,7 @@ def missed_tables(runs: Sequence[RunTargets]) -> list[Table]:
     for device, targets in by_device(runs).items():
         lines = [line for run in runs if run.where.device == device for line in missed_lines(run)]
         if lines:
-            found.append(Table(f"{device}: {counts(targets, ' reached')}", COLUMNS, lines))
+            found.append(Table(f"{device_name(device)}: {counts(targets, ' reached')}", COLUMNS, lines))
     return found
 
 

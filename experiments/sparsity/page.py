@@ -19,6 +19,7 @@ from experiments.report.content import (
     Section,
     Table,
     headlines_of,
+    member,
     readable,
 )
 from experiments.report.plots import dots
@@ -391,9 +392,9 @@ def ratios(results: Results) -> str:
     said = {}
     for setting in results.settings:
         found = [
-            f"{row.method} {row.value:.2f}"
+            f"{member(row.method)} {number(row.value, 2)}"
             for row in results.with_setting(setting).rows
-            if row.metric in RATIOS and row.method not in RATIOS.values()
+            if row.metric in RATIOS and row.method not in (*RATIOS.values(), products.PRUNING)
         ]
         if found:
             said[setting] = ", ".join(found)
