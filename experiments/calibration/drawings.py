@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from experiments.calibration import choice
 from experiments.calibration.peers.records import PEERS
@@ -27,21 +28,27 @@ COLORS = {
     "AutoRound": "#cc79a7",
     "rotation": "#56b4e9",
     "automatic choice": "#9a7d0a",
+    "rule by hand": "#888888",
 }
 #: Of the records that a method is made of the first that is here decides.
 FAMILIES = {
     "Rotate": "rotation", "AutoRound": "AutoRound", "GPTQ": "GPTQ", "HQQ": "HQQ", "AWQ": "scaled channels",
     "Smooth": "scaled channels", "Clip": "search",
 }  # fmt: skip
-AUTOMATIC = "automatic choice"
+AUTOMATIC, BY_RULE = "automatic choice", "rule by hand"
 #: How settings name the inputs' scheme.
 INPUTS = ", inputs "
 
 
+def is_choice(setting: str) -> bool:
+    """Whether a setting has a scheme for each layer, by the automatic choice or by a rule by hand, and not one for all."""
+    return setting.startswith((choice.NAME, *choice.RULES))
+
+
 def family_of(method: str, setting: str = "") -> str:
-    """The family of a method, for colours; of a choice whatever quantizes it."""
-    if setting.startswith(choice.NAME):
-        return AUTOMATIC
+    """The family of a method, for colours; of a choice, and of a rule by hand, whatever quantizes it."""
+    if is_choice(setting):
+        return AUTOMATIC if setting.startswith(choice.NAME) else BY_RULE
     records = {name for name, _ in ARMS.get(method, ())}
     return next((family for name, family in FAMILIES.items() if name in records), ROUNDING)
 
@@ -77,7 +84,7 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
 
     def panel(results: Results, inputs: bool) -> Panel | None:
         points = list(sizes_and_losses(run, results, inputs))
-        tops = {name.split(INPUTS)[0]: point.x for name, point in points if not name.startswith(choice.NAME)}
+        tops = {name.split(INPUTS)[0]: point.x for name, point in points if not is_choice(name)}
         return Panel([one for _, one in points], fronts_of(points), tops) if points else None
 
     panels = run.panels(panel)
@@ -88,7 +95,8 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     narrow = front_panels(panels, *labels, COLORS, ylog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: loss against bytes, every method in every scheme. A line joins points that lose less than all "
-        "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice."
+        "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice of a scheme for each layer, "
+        "of rules by hand."
     )
     return Drawing(f"calibration-bytes-{run.ending}", caption, wide, narrow)
 
@@ -106,7 +114,7 @@ def fronts_of(points: list[tuple[str, Point]]) -> dict[str, tuple[str, list[Poin
     """The front of each kind, with its colour; a line that ends with what its last scheme needs."""
     kinds: dict[str, list[Point]] = {}
     for _, point in points:
-        kind = point.family if point.family in (ROUNDING, AUTOMATIC) else "methods with data"
+        kind = point.family if point.family in (ROUNDING, AUTOMATIC, BY_RULE) else "methods with data"
         kinds.setdefault(kind, []).append(point)
     return {kind: (COLORS.get(kind, "#666666"), front(found)) for kind, found in kinds.items()}
 
@@ -115,21 +123,25 @@ def fronts_of(points: list[tuple[str, Point]]) -> dict[str, tuple[str, list[Poin
 
 
 def minutes_drawing(run: RealRun) -> Drawing | None:
-    """Recovered KL against minutes, a panel for each scheme, on the first text."""
+    """Recovered KL against minutes, a panel for each scheme and one for choices, on the first text."""
     text, results = next(iter(run.texts.items()))
     panels = {}
-    for setting in cases(run):
+    for setting in (one for one in cases(run) if not is_choice(one)):
         points = list(minutes_and_shares(run, results, setting))
         if points:
-            panels[setting] = Panel(points, {"": ("#666666", steps(front(points, most=True)))}, {})
+            title = f"{setting} (one method)" if len(points) == 1 else setting
+            panels[title] = Panel(points, {"": ("#666666", steps(front(points, most=True)))}, {})
+    if chosen := choices(run, results):
+        panels[AUTOMATIC] = Panel(chosen, {}, {})
     if not panels:
         return None
-    labels = "minutes to choose and quantize", "share of rounding's KL divergence removed (%)"
-    wide = front_panels(panels, *labels, COLORS, xlog=True)
+    labels = "minutes to choose and quantize", "rounding's KL divergence removed (%)"
+    beside = {"columns": 3, "width": 4.25} if len(panels) > 4 else {}
+    wide = front_panels(panels, *labels, COLORS, xlog=True, **beside)
     narrow = front_panels(panels, *labels, COLORS, xlog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "
-        "recovered within so many minutes; minutes of a choice hold the choosing."
+        "recovered within so many minutes; minutes of the automatic choice hold the choosing."
     )
     return Drawing(f"calibration-minutes-{run.ending}", caption, wide, narrow)
 
@@ -140,6 +152,20 @@ def minutes_and_shares(run: RealRun, results: Results, setting: str) -> Iterator
         seconds, value = seconds_of(run, setting, name), results.value(setting, name, RECOVERED)
         if seconds is not None and seconds > 0 and value is not None and math.isfinite(value):
             yield Point(seconds / 60, value, family_of(name, setting), name, name)
+
+
+def choices(run: RealRun, results: Results) -> list[Point]:
+    """The points of the automatic choice, with the method and the budget."""
+    return [
+        replace(
+            point,
+            label=f"{point.label}, {setting.removeprefix(f'{choice.NAME}, ')}",
+            name=f"{point.name}, {setting}",
+        )
+        for setting in cases(run)
+        if setting.startswith(choice.NAME)
+        for point in minutes_and_shares(run, results, setting)
+    ]
 
 
 def steps(points: list[Point]) -> list[Point]:

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from ao_lab.intervals import rounded
 from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
-from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
+from experiments.calibration.drawings import (
+    bytes_drawing,
+    cases,
+    is_choice,
+    methods,
+    minutes_drawing,
+    seconds_of,
+)
 from experiments.calibration.encoders import encoder_sections
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row, interval
@@ -58,8 +65,8 @@ TEXT = (
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """The method that recovers most in each scheme, of each model."""
-    return [sentence for run in best_runs(rows) for sentence in best_of(run)]
+    """The method that recovers most in each scheme, of each model, and the automatic choice beside rules by hand."""
+    return [sentence for run in best_runs(rows) for sentence in [*best_of(run), *choices_of(run)]]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -74,7 +81,8 @@ def minutes_of(run: RealRun) -> list[str]:
     minutes = [value / 60 for one in best if (value := seconds_of(run, *one)) is not None]
     if not minutes:
         return []
-    return [f"they take {number(min(minutes), 1)} to {number(max(minutes), 1)} minutes on this model"]
+    least, most = (number(limit(minutes), 1) for limit in (min, max))
+    return [f"the best methods take {least if least == most else f'{least} to {most}'} minutes on this model"]
 
 
 #: The scheme of the first page's number.
@@ -111,7 +119,7 @@ class Best(NamedTuple):
 def bests(run: RealRun, text: str) -> list[Best]:
     """Of each scheme, where it was measured."""
     found, results = [], run.texts[text]
-    for setting in cases(run):
+    for setting in (one for one in cases(run) if not is_choice(one)):
         names = methods(results, setting)
         name = run.chosen(text, setting, names, RECOVERED, most=True)
         value, half = results.value(setting, name, RECOVERED), results.half(setting, name, RECOVERED_ERROR)
@@ -134,13 +142,31 @@ def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
         name, times = Counter(one.method for one in several).most_common(1)[0]
         low, high = (number(limit(one.share for one in several), 0) for limit in (min, max))
         of = f"{name} in {times} of {len(several)}"
-        words += [f"the best method removes {low} to {high}% of rounding's KL divergence, by scheme ({of})"]
+        between = low if low == high else f"{low} to {high}"
+        words += [f"the best method removes {between}% of rounding's KL divergence, by scheme ({of})"]
     alone = [
         f"{one.scheme}: only {one.method} was measured ({number(one.share, 0)}%)"
         for one in found
         if one.compared <= 1
     ]
     return said + "; ".join([*words, *alone]) + "."
+
+
+def choices_of(run: RealRun) -> list[str]:
+    """A sentence for each text on which the automatic choice was measured: its KL over that of each rule under its budget, both
+    quantized by the last method that was measured."""
+    sentences = []
+    for text, lines in rule_lines(run).items():
+        last = lines[-1][1]
+        words = [
+            f"within {budget} KL {kl}, {over} times that of {name} ({bits} bits)"
+            for budget, method, kl, name, bits, _, over in lines
+            if method == last
+        ]
+        sentences.append(
+            f"{run.model}, {text} ({run.where.run}), schemes of layers by the automatic choice, {last}: {'; '.join(words)}."
+        )
+    return sentences
 
 
 def best_table(run: RealRun, text: str) -> list[Table]:
@@ -310,7 +336,17 @@ def choice_table(run: RealRun) -> Table:
 
 def rules_table(run: RealRun) -> Table:
     """Choices on the evaluation texts beside one scheme for all layers and a rule by hand, quantized by the same methods."""
-    lines = []
+    lines = [[text, *line] for text, found in rule_lines(run).items() for line in found]
+    columns = [
+        "text", "budget", "method", "KL of the choice", "held against", "its bits per weight", "its KL",
+        "choice / this",
+    ]  # fmt: skip
+    return Table(f"{run.model}: the automatic choice against rules by hand", columns, lines, run.whole.rows)
+
+
+def rule_lines(run: RealRun) -> dict[str, list[list[str]]]:
+    """By text a line for each budget, method and rule that was measured; texts without any are left out."""
+    found: dict[str, list[list[str]]] = {}
     for text, results in run.texts.items():
         for bits in choice.BUDGETS:
             for method in choice.RULE_ARMS:
@@ -318,12 +354,8 @@ def rules_table(run: RealRun) -> Table:
                 for rule in choice.RULES if ours is not None else ():
                     cells = rule_cells(run, results, choice.setting(bits, rule), method)
                     if cells:
-                        lines.append([text, f"{bits:g} bits", method, number(ours, 3), *cells])
-    columns = [
-        "text", "budget", "method", "KL of the choice", "held against", "its bits per weight", "its KL",
-        "choice / this",
-    ]  # fmt: skip
-    return Table(f"{run.model}: the automatic choice against rules by hand", columns, lines, run.whole.rows)
+                        found.setdefault(text, []).append([f"{bits:g} bits", method, number(ours, 3), *cells])
+    return found
 
 
 def rule_cells(run: RealRun, results: Results, setting: str, method: str) -> list[str]:

@@ -169,7 +169,8 @@ def short_finding(rows: Sequence[Row]) -> str:
     for method, inputs in TOLD:
         change = results.value(runs[0].setting(method, inputs), method, PERPLEXITY)
         if change is not None and math.isfinite(change):
-            words.append(f"{method}{' with inputs' * inputs} {change:+.1f}%")
+            told = relative(results, runs[0].setting(method, inputs), method) or f"{change:+.1f}%"
+            words.append(f"{method}{' with inputs' * inputs} {told}")
     return (
         f"Change of the perplexity of {runs[0].model} on {text} ({runs[0].where.run}): {', '.join(words)}"
         if words

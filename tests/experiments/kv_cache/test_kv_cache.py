@@ -241,7 +241,7 @@ def test_the_page_of_times():
     assert attention.tables[0].lines[0][:2] == ["1024", "60.0"]
     assert attention.tables[-1].lines == [["1", "1024"], ["64", "1024"]]
     assert next(one[3:5] for one in generated.tables[0].lines if one[1] == "bfloat16") == ["4.50", "1.00"]
-    assert "64 x 8192 tokens, us: bfloat16 480, fp8 240, SDPA, flash 400" in page.findings(rows)[0]
+    assert "64 x 8192 tokens, us a call: bfloat16 480, fp8 240, SDPA (flash) 400" in page.findings(rows)[0]
     of_attention, of_models = page.targets_by_run(rows)
     missed = {target.name for target in of_attention.targets if target.reached is False}
     assert missed == {f"bfloat16, {batch} sequences: speed over the best peer, {tokens} tokens"

@@ -106,6 +106,8 @@ def first_page(tmp_path):
         "commit": "",
         "families": True,
         "fewest": 4096,
+        "devices": ["CPU"],
+        "days": "2026-11-29",
     }
     path = tmp_path / "index.html"
     path.write_text(render("index.html.j2", scoreboard=scoreboard([]), **values))
