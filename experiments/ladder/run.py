@@ -53,6 +53,8 @@ PARTS = (*(one.name for one in MODELS), ONE, LARGEST, ENDS, *GROUPS)
 IDLE, BUSY, BATCH, CHANGE, ROUND = "idle share", "busy", "batch", "logits, change", "round"
 #: Runs that are timed: on a GPU, of a stand-in.
 RUNS = {"cuda": 10, "cpu": 2}
+#: Where a run takes long, fewer are enough: at least so many, and more until so many seconds are over.
+FEWEST, ENOUGH = 3, 20.0
 #: A trace's kernels may take so much longer than the step without it.
 AGREES = 1.03
 check_parts = partial(check_known, EXPERIMENT, PARTS)
@@ -307,8 +309,7 @@ class Bench:
             work.outputs(), expected, limit_of(case), "from those of the same weights, eagerly"
         )
         work.evidence()
-        taken = [self.seconds(work) for _ in range(RUNS[self.settings.device])]
-        timing = summary(taken)
+        timing = summary(self.runs(work))
         self.stages.done("compared and timed")
         values: Values = {} if speculates else timing.values()
         if speculates:
@@ -322,6 +323,16 @@ class Bench:
         return {
             **values, **work.values(timing.median), BATCH: (self.batch(case), ""), CHANGE: change, "warm-up": (warm, "s"),
         }  # fmt: skip
+
+    def runs(self, work: Work) -> list[float]:
+        """Seconds of a unit in each of RUNS runs, or of fewer that take ENOUGH seconds."""
+        taken: list[float] = []
+        started = time.perf_counter()
+        while len(taken) < RUNS[self.settings.device]:
+            taken.append(self.seconds(work))
+            if len(taken) >= FEWEST and time.perf_counter() - started > ENOUGH:
+                break
+        return taken
 
     def seconds(self, work: Work) -> float:
         """Seconds of a unit in one run."""

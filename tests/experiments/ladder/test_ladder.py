@@ -365,3 +365,19 @@ def test_the_page_says_what_is_reached_and_calls_nothing_a_match():
     assert len(names) == len(set(names)) == 2
     levers = next(table for table in sections[1].tables if table.caption.startswith("Levers"))
     assert levers.lines
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(15.0, run.FEWEST), (1.0, run.RUNS["cuda"])])
+def test_long_runs_are_fewer_and_never_below_three(tmp_path, monkeypatch, seconds, runs):
+    bench = run.Bench(
+        replace(settings_for("quick", "cpu", tmp_path), device="cuda"), Journal(), run.Deadline(None)
+    )
+    now = [0.0]
+
+    def one(work):
+        now[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "seconds", one)
+    assert bench.runs(None) == [seconds] * runs
