@@ -6,7 +6,8 @@ Random weights: speed does not depend on their values, quality is other experime
 * `trace`: of the rungs of the ladder, shares of operators and of idle time. A profiler slows every later launch of its process:
   what is not recorded as a CUDA graph is timed before any trace, and traced last; a recorded one is one launch, traced at once;
 * `acceptance`: how many drafts a model accepts that was trained here with layer dropout and losses of early exits;
-* `summary`: the geometric mean over models of the last rung's speed over the first, beside the published one.
+* `summary`: the geometric mean over models of the last rung's speed over the first, beside the published one: of all rows that
+  are published together (`summarized`).
 
 At quick scale, and without a GPU: tiny models of the same classes, whose times mean nothing. What does not apply to a model has
 a row that says why. A configuration is measured whole; a run that ends goes on with the next one.
@@ -34,7 +35,7 @@ from experiments.harness.rows import Journal, Row, table_name
 from experiments.ladder import acceptance
 from experiments.ladder.rungs import Levers, configurations, ladder
 from experiments.ladder.subjects import MODELS, STAND_INS, Subject
-from experiments.ladder.summary import TIME, summary_rows
+from experiments.ladder.summary import TIME, summarized
 from experiments.ladder.trace import OPERATORS, busy, scopes, shares, traced
 from experiments.ladder.work import Work, weights_in, work_of
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
@@ -90,9 +91,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     if acceptance.KIND in chosen.groups:
         bench.acceptances()
     bench.rows_of(TRACE, bench.traced, chosen.traced())
-    every = MODELS if published_shapes(settings) else STAND_INS
-    journal.add(summary_rows(settings, KIND, every, (ONE, LARGEST), journal.rows))
-    return all_rows(settings, journal, bench.failed)
+    return summarized(all_rows(settings, journal, bench.failed))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from experiments.harness.rows import Row, table_name
 from experiments.ladder.rungs import EAGER, Levers, ladder
-from experiments.ladder.subjects import Subject
-from experiments.runs.run import Settings
+from experiments.ladder.subjects import MODELS, STAND_INS, Subject
 
 EXPERIMENT, KIND, DATA = "ladder", "summary", "all-models"
 TIME, MEAN, COUNT = "time", "speedup, geometric mean", "models"
@@ -46,22 +45,35 @@ def speedup(one: Subject, found: dict[str, float]) -> float | None:
     return None if last is None or EAGER.name not in found else found[EAGER.name] / found[last.name]
 
 
-def summary_rows(
-    settings: Settings, kind: str, subjects: Sequence[Subject], names: Sequence[str], rows: Sequence[Row]
-) -> Iterator[Row]:
-    """Rows of each setting (`names`) in which a model has a first and a last rung. kind: of the tables of times."""
-    for setting in names:
-        ratios = []
-        for one in subjects:
-            table = table_name(kind, settings.scale, one.name)
-            mine = [
-                row
-                for row in rows
-                if (row.table, row.setting, row.device) == (table, setting, settings.device_name)
-            ]
+def summarized(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the means of all that they hold, whichever runs measured them, in place of the means that they had."""
+    others = [row for row in rows if row.table.partition("/")[0] != KIND]
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in others:
+        kind, scale, *_ = row.table.split("/")
+        if kind == EXPERIMENT and row.metric == TIME:
+            runs.setdefault((scale, row.device), []).append(row)
+    return [*others, *(mean for (scale, _), mine in runs.items() for mean in means(scale, mine))]
+
+
+def means(scale: str, rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows of each setting in which a model has a first and a last rung. rows: times on one device; the latest of those that
+    are in a mean gives its date and commit."""
+    for setting in dict.fromkeys(row.setting for row in rows):
+        ratios, used = list[float](), list[Row]()
+        for one in (*MODELS, *STAND_INS):
+            table = table_name(EXPERIMENT, scale, one.name)
+            mine = [row for row in rows if (row.table, row.setting) == (table, setting)]
             ratio = speedup(one, times(mine))
-            ratios += [] if ratio is None else [ratio]
+            if ratio is not None:
+                ratios.append(ratio)
+                used += mine
         if ratios:
-            values = {MEAN: (geometric_mean(ratios), "x"), COUNT: (float(len(ratios)), "")}
-            for row in settings.rows(EXPERIMENT, KIND, DATA, setting, METHOD, values):
-                yield replace(row, published=PUBLISHED) if row.metric == MEAN else row
+            like = replace(
+                max(used, key=lambda row: row.date),
+                table=table_name(KIND, scale, DATA),
+                setting=setting,
+                method=METHOD,
+            )
+            yield replace(like, metric=MEAN, value=geometric_mean(ratios), unit="x", published=PUBLISHED)
+            yield replace(like, metric=COUNT, value=float(len(ratios)), unit="")

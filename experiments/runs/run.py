@@ -492,7 +492,7 @@ def group(experiment: Experiment, row: Row) -> Hashable:
 
 def merged(name: str, ours: Iterable[Row], theirs: Iterable[Row]) -> list[Row]:
     """Rows of both sides, of each group those of the later date; theirs where both are as old. A reason why nothing was tried
-    stays where neither side tried it."""
+    stays where neither side tried it. What an experiment computes of all of its rows (`summarized`) is computed anew."""
     experiment, found = EXPERIMENTS[name], dict[Hashable, list[Row]]()
     sides = [list(ours), list(theirs)]
     for rows in sides:
@@ -502,6 +502,7 @@ def merged(name: str, ours: Iterable[Row], theirs: Iterable[Row]) -> list[Row]:
     tried = {(row.line, row.seed) for row in together}
     reasons = {(row.line, row.seed): row for rows in sides for row in rows if not was_tried(row)}
     together += [row for line, row in reasons.items() if line not in tried]
+    together = getattr(experiment.run_module(), "summarized", list)(together)
     return sorted(together, key=lambda row: (row.experiment, row.table, row.device))
 
 

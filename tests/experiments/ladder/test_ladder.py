@@ -25,7 +25,7 @@ from experiments.ladder.rungs import (
     ladder,
 )
 from experiments.ladder.subjects import MODELS, STAND_INS, WEIGHTS, Decoder, Ranker, Seamless
-from experiments.runs.run import settings_for
+from experiments.runs.run import merged, settings_for
 
 LLAMA, CHAMELEON, SEAMLESS, HSTU = STAND_INS
 EVERY = [replace(one, compiled=False, graphs=False) for one in configurations() if not one.speculation]
@@ -311,14 +311,19 @@ def full_rows(last=2.0, idle=0.02):
     return rows
 
 
-def test_the_mean_over_models_is_beside_the_published_number(tmp_path):
-    settings = replace(settings_for("quick", "cpu", tmp_path), scale="full")
-    rows = [replace(one, device="cpu") for one in full_rows()]
+def test_the_mean_over_models_is_beside_the_published_number():
+    rows = full_rows()
     # A token's time under self-speculation is none of a model with random weights.
-    rows.append(replace(row("ladder", "llama-3.1-8b", "batch 1", LADDER[-1].name, "time", 0.1), device="cpu"))
+    rows.append(row("ladder", "llama-3.1-8b", "batch 1", LADDER[-1].name, "time", 0.1))
+    # A mean that is there already, as a run of one model leaves it.
+    rows += summaries(16.0, 1)
 
     def mean(these):
-        found = list(summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), these))
+        found = [
+            one
+            for one in summary.summarized(these)
+            if one.setting == "batch 1" and one.method == summary.METHOD
+        ]
         assert [one.value for one in found if one.metric == summary.COUNT] == [len(MODELS)]
         return next(one for one in found if one.metric == summary.MEAN)
 
@@ -329,6 +334,19 @@ def test_the_mean_over_models_is_beside_the_published_number(tmp_path):
     assert fewer == pytest.approx(4.0 * 2.0 ** (rankers / len(MODELS)))
     with pytest.raises(ValueError, match="at least one ratio"):
         summary.geometric_mean([])
+
+
+def test_runs_of_one_model_each_have_the_mean_of_all_when_they_are_merged():
+    def of(*models):
+        return summary.summarized([one for one in full_rows() if one.table.split("/")[-1] in models])
+
+    first, second = of("llama-3.1-8b"), of("hstu-dlrmv3", "code-llama-34b")
+    counts = [
+        one.value
+        for one in merged("ladder", first, second)
+        if one.metric == summary.COUNT and one.setting == "batch 1"
+    ]
+    assert counts == [3]
 
 
 def summaries(value, count):
