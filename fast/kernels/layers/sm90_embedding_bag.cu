@@ -1,23 +1,27 @@
 // Sums of rows of a table for Hopper, at most 128 bytes of each: `sm90_embedding_bag.py` says of which tables and launches it.
 //
 // A warp has neighbouring bags, and their ids are one run of ids: ROWS of them after each other are read into shared memory by
-// asynchronous copies, STAGES - 1 such pieces ahead of the sums, across the ends of bags, and ids one piece ahead of these. So no
-// load waits for ids but the first ones, and what is in flight depends neither on registers nor on how long bags are.
+// asynchronous copies, STAGES - 1 such pieces ahead of the sums, across the ends of bags, and ids one piece ahead of these. So
+// no load waits for ids but the first ones, and what is in flight depends neither on registers nor on how long bags are.
 // Eight lanes copy a row, a lane adds four of its elements; where a row's last line is shorter, lanes behind it store nothing.
+// A scale comes with the others of its sixteen bytes, past the first-level cache, which has too few lines for all that are in
+// flight (BYPASS); its row's lane then puts it where all lanes read it.
 //
 // The bits are those of `reference.embedding_bag`: products and sums are rounded one by one, in the order of ids. Products that
 // overflow stop at the largest float32; a piece without a scale of 2^119 leaves that out.
 //
 // Defined: FORMAT (of codes), WIDE (ids of 64 bits), MEAN, OUTPUT (0: float32, 1: bfloat16, 2: float16), WARPS (of a program),
-// ROWS, STAGES, RESIDENT (programs of a multiprocessor).
+// ROWS, STAGES, RESIDENT (programs of a multiprocessor), BYPASS.
 
 typedef unsigned int u32;
 typedef long long i64;
 
 enum { INT8 = 0, E4M3 = 1 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-constexpr u32 ALL = 0xFFFFFFFF, NOTHING = 0xFFFFFFFF, INFINITY_BITS = 0x7F800000, NAN_BITS = 0x7FC00000, LARGE_BITS = 0x7B000000;
-constexpr int LINE = 128, STAGE = ROWS * (LINE + 4);
+constexpr u32 ALL = 0xFFFFFFFF, NOTHING = 0xFFFFFFFF;
+constexpr u32 INFINITY_BITS = 0x7F800000, NAN_BITS = 0x7FC00000, LARGE_BITS = 0x7B000000;
+// Bytes of a line, of a scale's copy, of a piece; where scales lie that all lanes read.
+constexpr int LINE = 128, COPY = BYPASS ? 16 : 4, STAGE = ROWS * (LINE + COPY), SCALES_AT = STAGES * STAGE;
 constexpr i64 LONGEST = 0x40000000;
 
 #if WIDE
@@ -52,12 +56,27 @@ __device__ __forceinline__ void copy4(u32 to, const char* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
 
-// What a lane knows of its warp's ids: the next piece's id, how many there are, whether one was outside of the table.
+// Of a row's scale with its neighbours, or alone where these go beyond the last one; where in its copy it lies.
+__device__ __forceinline__ u32 copy_scale(const Problem& p, u32 to, u32 row) {
+  const char* from = p.scale + static_cast<unsigned long long>(row) * p.scale_stride;
+  const char* last = p.scale + static_cast<unsigned long long>(p.rows - 1) * p.scale_stride;
+  const u32 beyond = BYPASS ? static_cast<u32>(reinterpret_cast<unsigned long long>(from)) % 16 : 0;
+  if (row == NOTHING) return 0;
+  if (BYPASS && from - beyond + 12 <= last)
+    copy16(to, from - beyond);
+  else
+    copy4(to + beyond, from);
+  return beyond;
+}
+
+// What a lane knows of its warp's ids: where scales of its rows lie in their copies, the next piece's id, how many ids there are,
+// whether one was outside of the table, whether the lane copies a part of rows.
 struct Ahead {
   const Id* ids;
+  u32 beyond[STAGES - 1];
   Id own;
   int at, last;
-  bool outside, copies;  // copies: whether the lane has a part of rows
+  bool outside, copies;
 };
 
 __device__ __forceinline__ void read_ids(Ahead& ahead) {
@@ -65,22 +84,28 @@ __device__ __forceinline__ void read_ids(Ahead& ahead) {
   ahead.own = at < ahead.last && threadIdx.x % 32 < ROWS ? ahead.ids[at] : 0;
 }
 
-// Begin to read the rows of the next ids, with their scales behind them, and the ids that follow.
-__device__ __forceinline__ void fetch(const Problem& p, const char* codes, u32 stage, Ahead& ahead) {
+// Begin to read the rows of the next ids, their scales behind them, and the ids that follow. Where the lane's scale lies in its copy
+// in the first of the pieces that are read already.
+__device__ __forceinline__ u32 fetch(const Problem& p, const char* codes, u32 stage, Ahead& ahead) {
   const u32 lane = threadIdx.x % 32;
   const bool there = lane < ROWS && ahead.at + static_cast<int>(lane) < ahead.last;
   const bool inside = static_cast<unsigned long long>(static_cast<i64>(ahead.own)) < p.rows;
   ahead.outside |= there && !inside;
   const u32 row = there && inside ? static_cast<u32>(ahead.own) : NOTHING;
-  if (row != NOTHING) copy4(stage + ROWS * LINE + 4 * lane, p.scale + static_cast<unsigned long long>(row) * p.scale_stride);
+  const u32 first = ahead.beyond[0];
+#pragma unroll
+  for (int i = 0; i < STAGES - 2; i++) ahead.beyond[i] = ahead.beyond[i + 1];
+  ahead.beyond[STAGES - 2] = copy_scale(p, stage + ROWS * LINE + COPY * lane, row);
 #pragma unroll
   for (int i = 0; i < ROWS / 4; i++) {
     const u32 one = __shfl_sync(ALL, row, 4 * i + lane / 8);
-    if (one != NOTHING && ahead.copies) copy16(stage + 4 * i * LINE + 16 * lane, codes + static_cast<unsigned long long>(one) * p.stride);
+    const char* line = codes + static_cast<unsigned long long>(one) * p.stride;
+    if (one != NOTHING && ahead.copies) copy16(stage + 4 * i * LINE + 16 * lane, line);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   ahead.at += ROWS;
   read_ids(ahead);
+  return first;
 }
 
 // Values of the four codes of a word. An integer and 128 are the last byte of a float of 2^23 and more.
@@ -106,11 +131,11 @@ __device__ __forceinline__ float saturated(float product, float scale) {
 
 // Add rows of a piece, from one on to before another.
 template <bool SATURATED>
-__device__ __forceinline__ void add(float* total, const char* stage, int from, int to) {
+__device__ __forceinline__ void add(float* total, const char* stage, const float* scales, int from, int to) {
   const char* line = stage + threadIdx.x % 32 * 4;
 #pragma unroll 4
   for (int i = from; i < to; i++) {
-    const float scale = reinterpret_cast<const float*>(stage + ROWS * LINE)[i];
+    const float scale = scales[i];
     float v[4];
     decoded(v, *reinterpret_cast<const u32*>(line + i * LINE));
 #pragma unroll
@@ -162,9 +187,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_embeddin
   const int own_end = end_of(p, min(first + lane, first + bags - 1), start), last = __shfl_sync(ALL, own_end, bags - 1);
   const u32 wide = min(LINE, p.width - part * LINE);
   const char* codes = p.codes + part * LINE + lane % 8 * 16;
-  char* stages = memory + warp * STAGES * STAGE;
+  char* stages = memory + warp * (SCALES_AT + ROWS * 4);
+  float* scales = reinterpret_cast<float*>(stages + SCALES_AT);
   const u32 shared = static_cast<u32>(__cvta_generic_to_shared(stages));
-  Ahead ahead = {p.ids + start, 0, 0, last, false, lane % 8 * 16 < wide};
+  Ahead ahead = {p.ids + start, {}, 0, 0, last, false, lane % 8 * 16 < wide};
   read_ids(ahead);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) fetch(p, codes, shared + i * STAGE, ahead);
@@ -176,19 +202,22 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, RESIDENT) void sm90_embeddin
     while (at < end) {
       if (at == ready) {
         __syncwarp();  // all lanes have read what is read over
-        fetch(p, codes, shared + slot * STAGE, ahead);
+        const u32 beyond = fetch(p, codes, shared + slot * STAGE, ahead);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+        const bool there = lane < min(ROWS, last - ready);
+        const char* copy = stages + slot * STAGE + ROWS * LINE + COPY * lane + beyond;
+        const float scale = there ? *reinterpret_cast<const float*>(copy) : 0.0f;
+        if (there) scales[lane] = scale;
         __syncwarp();
-        const float* scales = reinterpret_cast<const float*>(stages + slot * STAGE + ROWS * LINE);
-        large = __any_sync(ALL, lane < min(ROWS, last - ready) && (pattern(scales[lane]) & 0x7FFFFFFF) >= LARGE_BITS);
+        large = __any_sync(ALL, (pattern(scale) & 0x7FFFFFFF) >= LARGE_BITS);
         ready += ROWS;
       }
       const int to = min(end, ready), base = ready - ROWS;
       if (large)
-        add<true>(total, stages + slot * STAGE, at - base, to - base);
+        add<true>(total, stages + slot * STAGE, scales, at - base, to - base);
       else
-        add<false>(total, stages + slot * STAGE, at - base, to - base);
+        add<false>(total, stages + slot * STAGE, scales, at - base, to - base);
       at = to;
     }
     if (MEAN) {

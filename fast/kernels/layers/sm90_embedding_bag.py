@@ -41,12 +41,13 @@ class Problem(NamedTuple):
 
 class Variant(NamedTuple):
     """warps: of a program. rows: of a piece. stages: pieces in shared memory, one of which is added up. resident: programs of a
-    multiprocessor."""
+    multiprocessor. bypass: whether scales come past the first-level cache."""
 
     warps: int = 4
     rows: int = 32
     stages: int = 2
     resident: int = 6
+    bypass: bool = True
 
     @property
     def cluster(self) -> int:
@@ -60,8 +61,8 @@ class Variant(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a program: codes and scales of rows."""
-        return self.warps * self.stages * self.rows * (LINE + 4)
+        """Bytes of shared memory of a program: codes and copies of scales, and the scales of one piece."""
+        return self.warps * self.rows * (self.stages * (LINE + (16 if self.bypass else 4)) + 4)
 
 
 VARIANT = Variant()
@@ -71,6 +72,7 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "FORMAT": problem.format, "WIDE": int(problem.wide), "MEAN": int(problem.mean), "OUTPUT": problem.output,
         "WARPS": variant.warps, "ROWS": variant.rows, "STAGES": variant.stages, "RESIDENT": variant.resident,
+        "BYPASS": int(variant.bypass),
     }  # fmt: skip
 
 

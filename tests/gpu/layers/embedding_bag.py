@@ -106,8 +106,9 @@ def graph_time(calls: list[Callable[[], object]]) -> float:
 
 #: Forms of the kernel for Hopper with bags of a warp; the first one serves.
 FORMS = (
-    (VARIANT, None), (VARIANT, 8), (VARIANT, 13), (VARIANT, 32), (Variant(4, 32, 2, 4), None), (Variant(4, 32, 3, 4), None),
-    (Variant(4, 16, 3, 8), None), (Variant(4, 16, 4, 6), None), (Variant(1, 32, 2, 24), None), (Variant(8, 32, 2, 3), None),
+    (VARIANT, None), (VARIANT._replace(bypass=False), None), (VARIANT, 8), (VARIANT, 13), (VARIANT, 32),
+    (Variant(4, 32, 2, 4), None), (Variant(4, 32, 3, 4), None), (Variant(4, 16, 3, 8), None), (Variant(4, 16, 4, 6), None),
+    (Variant(1, 32, 2, 22), None), (Variant(8, 32, 2, 3), None),
 )  # fmt: skip
 #: Rows of a table that lies in the second-level cache.
 FEW_ROWS = 1000
