@@ -14,7 +14,7 @@ from fast.kernels.layers import sm90_embedding_bag as host
 from fast.kernels.layers.sm90_embedding_bag import KERNEL, VARIANT, Problem, Variant
 from reference import Quantized
 from tests.emulator.device.stand_in import StandIn
-from tests.emulator.faults import assert_seen, at_night, unchanged
+from tests.emulator.faults import assert_seen, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled, complaints, disassembled
 from tests.fast.kernels.sm90.products import require_nvrtc
 from tests.support.embedding import BAD, Case, bags_of, table_of
@@ -69,7 +69,7 @@ def is_right(name, change=unchanged, **how):
     return torch.equal(found.view(carrier), expected.view(carrier))
 
 
-@pytest.mark.parametrize("name", at_night(CASES, "int8, large"))
+@pytest.mark.parametrize("name", CASES)
 def test_bits(name):
     """Empty bags, bags over the ends of pieces, NaN, infinities, products that overflow; copies late, then early."""
     require_nvrtc()
@@ -129,7 +129,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", at_night(FAULTS, *list(FAULTS)[3:]))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], lambda name, change: is_right(name, change), list(CASES))
