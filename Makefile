@@ -70,7 +70,8 @@ release-check:       ## build sdist and wheel, install the wheel in a fresh envi
 check-pins:          ## ask the package index whether every version of constraints.txt is there (needs a network, installs nothing)
 	$(PYTHON) -m pip install --dry-run --quiet --no-deps --ignore-installed --requirement constraints.txt $(ARGS)
 
-install: ; @$(INSTALL) run
+install:             ## the environment .venv alone (TORCH=cuda: with torch for NVIDIA GPUs)
+	@$(INSTALL) run
 
 install-test: ; @$(INSTALL) test
 

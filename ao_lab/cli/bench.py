@@ -88,6 +88,12 @@ def command(
 ) -> None:
     """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
     from ao_lab.cli.compare import configuration, split
+    from ao_lab.cli.early import check_model
+
+    if model is None and not shape:
+        raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
+    check_model(model, "ao-lab quantize or transformers")
+    shapes = [shape_of(one) for one in shape or []]
     from ao_lab.measure.benchmark import benchmark
     from ao_lab.measure.times import FILE
 
@@ -101,7 +107,7 @@ def command(
     ):
         found = benchmark(
             model,
-            shapes=[shape_of(one) for one in shape or []],
+            shapes=shapes,
             configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
             batch=batch or (1, 16),
             new_tokens=new_tokens,

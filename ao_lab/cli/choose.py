@@ -72,7 +72,7 @@ class Wanted:
     def options(self) -> dict[str, Any]:
         """Configurations, with methods where there are some, by what was typed; WrongInput where they are none."""
         from ao_lab.calibration.methods import ordered
-        from ao_lab.cli.quantize import config_of, with_options
+        from ao_lab.cli.named_config import config_of, with_options
 
         if len(set(self.configs)) < 2:
             raise WrongInput("give --config at least twice, once for each candidate configuration")

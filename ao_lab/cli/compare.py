@@ -121,6 +121,13 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
+    from ao_lab.cli.early import check_counts, check_harness, check_model, check_texts
+
+    asked = [name for given in tasks or [] for name in split(given)]
+    check_model(model_dir, "ao-lab quantize or transformers")
+    check_counts(limit, length, new_tokens)
+    check_texts(text=text, calibration=calibration)
+    check_harness(asked)
     from ao_lab.eval import HarnessOptions
     from ao_lab.measure.compare import FILE
 
@@ -130,7 +137,7 @@ def command(
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,
             text=text, corpus=corpus_path, calibration=calibration, methods=tuple(method or ()),
             calibration_windows=windows or calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
-            tolerance=tolerance, tasks=[name for given in tasks or [] for name in split(given)],
+            tolerance=tolerance, tasks=asked,
             harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path))  # fmt: skip
 
 
@@ -180,8 +187,7 @@ def split(given: str) -> list[str]:
 
 def configuration(text: str) -> Any:
     """What a name with options stands for, or a folder; WrongInput with the nearest names, and how options are written."""
-    from ao_lab.cli.quantize import config_of
-    from ao_lab.measure.configurations import configuration as of_name
+    from ao_lab.cli.named_config import config_of
 
     if (Path(text) / "config.json").is_file():
         return Path(text)
@@ -195,6 +201,8 @@ def configuration(text: str) -> Any:
     if settings:
         with wrong_input():
             return config_of(name, None, settings)
+    from ao_lab.measure.configurations import configuration as of_name
+
     try:
         return of_name(name)
     except ValueError as error:

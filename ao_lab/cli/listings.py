@@ -279,8 +279,12 @@ def values_of(kind: type[Config], option: str) -> str | None:
         "scheme": "a scheme's name (ao-lab schemes) in place of the one that the other options choose",
         "axis": "-1, 0, ...: the axis of the weight along which groups lie; null: its inputs",
         "group_size": "weights along the inputs that share a scale",
-        "granularity": "PerTensor, PerRow, PerGroup(64), PerBlock(128, 128): weights that share a scale",
-        "mapping_type": ", ".join(MappingType),
+        "granularity": (
+            "PerTensor, PerAxis or PerRow (an output channel), PerGroup(64), PerBlock(128, 128): weights that share a scale"
+        ),
+        "mapping_type": f"{', '.join(one.lower() for one in MappingType)} (or in capitals)",
+        "scale_dtype": "float32, bfloat16, float16: how scales are stored; null: float32",
+        "weight_dtype": "float8_e4m3fn, float8_e5m2" if "Float8" in kind.__name__ else "int1, int2, ... int8",
     }
     return next((text for name, text in known.items() if option.endswith(name)), None)
 

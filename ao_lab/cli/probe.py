@@ -51,7 +51,7 @@ class Wanted:
     def recipes(self) -> dict[str, Any]:
         """Candidates by what was typed; WrongInput for unknown ones."""
         from ao_lab.cli.listings import config_classes
-        from ao_lab.cli.quantize import config_of
+        from ao_lab.cli.named_config import config_of
         from ao_lab.probe.candidates import candidates_of
 
         found: dict[str, Any] = {}

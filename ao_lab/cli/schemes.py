@@ -165,8 +165,12 @@ def block_text(block: Block) -> str:
 
 
 def bits_per_value(record: Scheme) -> float:
-    """Bits of a code, with those of the scales and zero points of its block; what rows and tensors share counts nothing."""
-    beside = _storage_bits(record.scale.storage) + (_storage_bits(record.zero.storage) if record.zero else 0)
+    """Bits of a code, with those of the scales and zero points of its block, and of an outer scale of so many of them; what
+    rows and tensors share counts nothing."""
+    beside = float(_storage_bits(record.scale.storage))
+    beside += _storage_bits(record.zero.storage) if record.zero else 0
+    scales = block_size(record.outer.block) if record.outer else 0
+    beside += _storage_bits(record.outer.storage) / scales if record.outer and scales else 0.0
     size = block_size(record.scale.block)
     return record.format.bits + (beside / size if size else 0.0)
 

@@ -17,8 +17,9 @@ from torch import nn
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.checkpoint.model_builder import read_config
 from ao_lab.cli.layout import HEAD, SkippedLayers
-from ao_lab.cli.quantize import config_of as quantization_of
-from ao_lab.cli.quantize import loaded, with_options
+from ao_lab.cli.named_config import config_of as quantization_of
+from ao_lab.cli.named_config import with_options
+from ao_lab.cli.quantize import loaded
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,

@@ -269,12 +269,26 @@ def largest_group(block: int, lengths: Collection[int]) -> int:
     return min(common & -common, 1 << block.bit_length() - 1)
 
 
+#: Group sizes that most checkpoints have.
+USUAL_GROUPS = (128, 64, 32)
+
+
+def usual_group(block: int, lengths: Collection[int]) -> int:
+    """The largest usual group below `block` that divides most of the lengths, one for each layer; 0 where none does."""
+    fits = {size: sum(one % size == 0 for one in lengths) for size in USUAL_GROUPS if size < block}
+    return next((size for size, count in fits.items() if 2 * count > len(lengths)), 0)
+
+
 def undividing(block: int, lengths: Collection[int]) -> str:
-    """That groups of `block` divide none of the lengths of layers' inputs, and the largest power of two below it that
-    divides all; one scale per row where that is less than 8."""
-    common, shown = gcd(*lengths), sorted(lengths)
-    size = largest_group(block, lengths)
+    """That groups of `block` divide none of the lengths of layers' inputs (one for each layer), and what to use instead: the
+    largest power of two below it that divides all, one scale per row where that is less than 8; before it the usual group that
+    divides most, where that is larger."""
+    common, shown = gcd(*lengths), sorted(set(lengths))
+    size, usual = largest_group(block, lengths), usual_group(block, lengths)
     way = f"use group_size={size}" if common % 8 == 0 else "use one scale per row (group_size=-1)"
+    if usual > size:
+        fits = sum(one % usual == 0 for one in lengths)
+        way = f"use group_size={usual}, which fits {fits} of {len(lengths)} layers; for all of them {way}"
     more = ", ..." if len(shown) > MOST_LENGTHS else ""
     named = f"{', '.join(map(str, shown[:MOST_LENGTHS]))}{more}"
     return f"groups of {block} divide the inputs of no layer ({named}); {way}"

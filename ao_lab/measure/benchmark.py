@@ -47,6 +47,7 @@ from ao_lab.measure.times import (
     KeptTimes,
     Timed,
     doubt_of,
+    drifted,
     load_of_host,
 )
 from ao_lab.measure.turns import (
@@ -173,7 +174,7 @@ def benchmark(
     work = Work(where, makers, dtype, kept=kept, rounds=rounds or ROUNDS)
     with on_device(where), nullcontext() if ready is None else evaluating(ready):
         rows = work.run(ready, stored, products, list(batch), new_tokens, compiled, progress)
-    return Benchmark(kept.model, tuple(rows), {**conditions, "load": kept.conditions["load"]})
+    return Benchmark(kept.model, tuple(drifted(rows)), {**conditions, "load": kept.conditions["load"]})
 
 
 def state_of(device: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
+from ao_lab.measure.base_weights import other_weights
 from ao_lab.measure.comparison import TOLERANCE, Compared, Comparison
 from ao_lab.measure.configurations import (
     BASE,
@@ -43,6 +44,7 @@ from ao_lab.measure.configurations import (
     Given,
     check_calibration,
     check_same_model,
+    check_same_tokens,
     configurations,
     files_of,
     made_from,
@@ -71,8 +73,8 @@ from ao_lab.measure.folders import (
     on_device,
     windows_for,
 )
-from ao_lab.measure.memory import Peak, by_transformers, held_bytes, out_of_memory, tells_peak
-from ao_lab.measure.times import FAILED, OK, differing, speedup_of
+from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, out_of_memory
+from ao_lab.measure.times import FAILED, OK, SPREAD, differing, drift_of, speedup_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -154,6 +156,7 @@ def compare(
     run = tasks_of(model, tasks, harness or HarnessOptions())
     where, (source, data) = device_of(device, model), texts_of(text, calibration, corpus)
     windows, reading = windows_for(model, tokenizer, source, limit, length)
+    check_same_tokens(wanted, source, windows, limit, length)
     batches = _batches(model, tokenizer, data, calibration_windows, length) if data else None
     conditions = {
         **conditions_of(source, windows, reading),
@@ -296,8 +299,21 @@ class Store:
 
     def comparison(self, names: Iterable[str]) -> Comparison:
         """The rows of these names, as far as there are any."""
-        rows = tuple(self.rows[name] for name in names if name in self.rows)
-        return Comparison(self.model, rows, self.conditions, self.tolerance)
+        rows = [self.rows[name] for name in names if name in self.rows]
+        return Comparison(self.model, tuple(doubtful(rows)), self.conditions, self.tolerance)
+
+
+def doubtful(rows: Sequence[Compared]) -> list[Compared]:
+    """Rows, those noisy too whose speeds the host's other work or a slow baseline make worthless."""
+    rates = [row.baseline_tokens_per_second for row in rows]
+    baselines = [1 / rate if rate else None for rate in rates]
+    found = []
+    for row, baseline in zip(rows, baselines, strict=True):
+        why = row.doubt or drift_of(baseline, baselines)
+        if not why and row.load is not None and row.cores and row.load > SPREAD * row.cores:
+            why = f"the host had {row.load:.1f} processes to run on {row.cores} cores"
+        found.append(replace(row, doubt=why))
+    return found
 
 
 def _strict(value: Any) -> Any:
@@ -402,7 +418,8 @@ class Work:
             seconds = time.perf_counter() - started
             files = files_of(config) if isinstance(config, Path) else written_as(model, self.layout)
             row = self.measure(name, model, base, files, seconds)
-            return replace(row, left=left, changes=self.changes.get(name, ""))
+            differs = other_weights(model, base.model) if isinstance(config, Path) else ""
+            return replace(row, left=left, changes=self.changes.get(name, ""), differs=differs)
         except Exception as error:
             if not refused(error):
                 raise
@@ -433,7 +450,11 @@ class Work:
             found = self.losses(model, base)
             self.store.add_part(name, found)
         found = {**found, "differences": tuple(found.get("differences", ()))}
-        layers = [module.weight for module in model.modules() if is_linear(module)]
+        table: Any = getattr(model, "get_input_embeddings", lambda: None)()
+        tied = getattr(table, "weight", None)
+        # A head that is the embedding is none of the layers that could be quantized.
+        every = (module.weight for module in model.modules() if is_linear(module))
+        layers = [weight for weight in every if weight is not tied]
         return Compared(
             name,
             bytes=files.bytes,
@@ -470,13 +491,11 @@ class Work:
         """Tokens a second of generate(), beside the unquantized model's in turn, and peak memory."""
         self.say("generate()")
         device = next(model.parameters()).device
-        prompt, peak = self.windows.ids[:1, :PROMPT].to(device), Peak(device)
+        prompt = self.windows.ids[:1, :PROMPT].to(device)
         both = [model] if model is base else [base, model]
         for one in both:
             by_transformers(one, prompt, min(self.new_tokens, 4), **UNCOMPILED)
-        peak.begin()
-        by_transformers(model, prompt, self.new_tokens, **UNCOMPILED)
-        over = peak.over() if tells_peak(device, held_bytes(base)) else None
+        over = most_allocated(device, lambda: by_transformers(model, prompt, self.new_tokens, **UNCOMPILED))
         times = [
             [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
             for _ in range(ROUNDS)

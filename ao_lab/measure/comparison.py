@@ -35,10 +35,11 @@ class Compared:
     whose likeliest next token is the same. windows: how many these are means over. tokens_per_second: of generate() at batch
     1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with this one; speedup: the median of the
     rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; load: the host's of the
-    last minute then, and its cores. peak_bytes: weights as they are in memory, and what generate() took beside them; None on
-    a CPU for models of less than 100 MB, of which the memory of a process says nothing. seconds: what quantizing took. tasks:
+    last minute then, and its cores. peak_bytes: weights as they are in memory, and the most that tensors of
+    generate() took beside them (`ao_lab.measure.memory.most_allocated`). seconds: what quantizing took. tasks:
     numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed
-    unquantized, by reason. changes: in what the configuration differs from the one that the name says.
+    unquantized, by reason. differs: that weights of a folder are others than the unquantized model's. changes: in what the
+    configuration differs from the one that the name says.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Compared:
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     changes: str = ""
+    differs: str = ""
     reason: str = ""
 
     @property
@@ -116,8 +118,10 @@ COLUMNS = (
 )  # fmt: skip
 #: Those of the two tables of a terminal, and how long a name is there.
 LOSSES = ("MB", "perplexity", "loss change", "KL")
-COSTS = ("layers", "bits/param", "tokens/s", "speedup", "peak MB")
-NARROW = 28
+COSTS = ("layers", "bits/param", "tokens/s", "baseline tokens/s", "speedup", "peak MB")
+NARROW, NARROWER = 28, 20
+#: Short names of columns there.
+SHORT = {"bits/param": "bits", "baseline tokens/s": "baseline"}
 #: By how many percent a configuration's perplexity may be known to be higher at most, where it is to be called best.
 TOLERANCE = 1.0
 #: What stands between a change of a configuration and its first reason.
@@ -192,10 +196,14 @@ class Comparison:
         """
         head, *rows = self.table()
         own = [name for name in head if name not in COLUMNS]
-        parts = ([head[0], *(name for name in names if name in head)] for names in (LOSSES, COSTS, own))
+        parts = [[head[0], *(name for name in names if name in head)] for names in (LOSSES, COSTS, own)]
         at = {name: number for number, name in enumerate(head)}
+        short = [SHORT.get(name, name) for name in head]
         return [
-            folded([[line[at[name]] for name in names] for line in (head, *rows)], width)
+            folded(
+                [[line[at[name]] for name in names] for line in (short, *rows)],
+                min(width, NARROWER) if names is parts[1] else width,
+            )
             for names in parts
             if len(names) > 1
         ]
@@ -282,6 +290,7 @@ class Comparison:
             *self.changed(),
             *self.layouts(),
             *self.left(),
+            *(f"{row.name}: {row.differs}." for row in self.rows if row.differs),
             f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}. loss change: nats per "
             f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
             "unquantized model's. MB: of the tensors in the files that save_pretrained writes, 10^6 bytes.",
@@ -316,8 +325,8 @@ class Comparison:
         peak = any(row.peak_bytes is not None for row in self.rows)
         return [
             "bits/param: bits of the files over all parameters, embeddings too. tokens/s: generate(), batch 1, "
-            f"{new} new tokens, not compiled; speedup: over the unquantized model, timed in turn."
-            + " peak MB: weights as they are in memory, and what generate() took."
+            f"{new} new tokens, not compiled; baseline: of the unquantized model, timed in turn; speedup: over that."
+            + " peak MB: weights as they are in memory, and the most that tensors of generate() took beside them."
             * peak
         ]
 

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
@@ -17,10 +18,11 @@ from ao_lab.checkpoint.model_builder import read_config
 from ao_lab.checkpoint.size import Written
 from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
 from ao_lab.config.recipe import named
+from ao_lab.eval import Text, Windows
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.measure.evaluate import fingerprint, name_of
-from ao_lab.measure.folders import as_fields, check_folder, fields_of
-from ao_lab.transforms.plan import PYTHON_ADVICE
+from ao_lab.measure.folders import as_fields, check_folder, fields_of, windows_for
+from ao_lab.transforms.plan import PYTHON_ADVICE, TIED
 from reference import SCHEMES, Scheme
 from reference.arrays.namespace import lookup
 
@@ -110,6 +112,20 @@ def check_same_model(model: str | Path | nn.Module, wanted: Mapping[str, Any]) -
             )
 
 
+def check_same_tokens(
+    wanted: Mapping[str, Any], source: Text, windows: Windows, limit: int, length: int | None
+) -> None:
+    """WrongInput for a folder among configurations whose own tokenizer reads the text as other tokens than the model's."""
+    for folder in (one for one in wanted.values() if isinstance(one, Path)):
+        if (folder / "tokenizer.json").is_file():
+            own, _ = windows_for(folder, None, source, limit, length)
+            if not torch.equal(own.ids, windows.ids):
+                raise WrongInput(
+                    f"{folder} is no version of this model: its tokenizer.json reads the text as other tokens; give a folder "
+                    "that was quantized from this model, or compare the two with ao-lab eval"
+                )
+
+
 def sizes_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration says of sizes; of a model of several parts, what its text model has."""
     text = as_fields(fields.get("text_config"))
@@ -146,6 +162,8 @@ def made_from(config: object) -> str:
     return f"{config} {fingerprint(config)}" if isinstance(config, Path) else repr(config)
 
 
+#: The beginning of the reason of a layer whose weight is the embedding.
+SHARED = TIED.partition("{}")[0]
 #: The beginning of a reason that names a layer's shape.
 SHAPE = re.compile(r"^shape \([^)]*\): ")
 #: Where the advice begins of a reason that blocks do not divide a layer.
@@ -153,11 +171,15 @@ PADDING = "; pad the tensor"
 
 
 def reasons_of(report: Any) -> dict[str, int]:
-    """How many linear layers were left for which reason, the most frequent first, without advice to callers of `quantize_`."""
+    """How many linear layers were left for which reason, the most frequent first, without advice to callers of `quantize_` and
+    without heads that are the embedding."""
     kept = (
         one
         for one in report.layers
-        if not one.changed and len(one.shape) == 2 and "Embedding" not in one.kind
+        if not one.changed
+        and len(one.shape) == 2
+        and "Embedding" not in one.kind
+        and not one.reason.startswith(SHARED)
     )
     reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]) for one in kept)
     return dict(Counter(reasons).most_common())

@@ -36,6 +36,7 @@ from ao_lab.eval import (
 from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.intervals import MEANING
+from ao_lab.measure.base_weights import scaled_beside
 from ao_lab.measure.folders import (
     check_folder,
     check_language_model,
@@ -249,7 +250,7 @@ def _local(
         numbers = dict(results_of(sums, windows, tasks, words=not source.code))
     if "weights" in tasks and base is not None:
         some = next(quantized_weights(ready), None) is not None
-        left_out = _left_out(changed_beside(ready, base) if some else ())
+        left_out = _left_out(changed_beside(ready, base), scaled_beside(ready, base)) if some else ""
         numbers |= {} if left_out else {"weights": weight_errors(ready, base)}
     conditions = {
         **conditions_of(source, windows, reading),
@@ -264,10 +265,16 @@ def _local(
 LEFT_OUT = "weights_left_out"
 
 
-def _left_out(names: Sequence[str]) -> str:
-    """Why errors of weights say nothing, by unquantized parameters that differ from the base's; "" where none does."""
-    if not names:
+def _left_out(names: Sequence[str], scaled: Sequence[str]) -> str:
+    """Why errors of weights say nothing: unquantized parameters that differ from the base's, or quantized weights whose scales
+    moved; "" where neither is."""
+    if not names and not scaled:
         return ""
+    if not names:
+        return (
+            f"errors of weights are left out: rows or columns of {len(scaled)} quantized weights ({scaled[0]} first) are "
+            "scaled against the base's, as after AWQ or Smooth; the weights stand for others than the base's"
+        )
     return (
         f"errors of weights are left out: {len(names)} unquantized parameters differ from the base's ({names[0]} first), as "
         "after AWQ, Smooth or Rotate, which scale or rotate channels between layers, or after training; the weights stand for "

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+#: How torch's profiler names what the allocator gives and takes back.
+ALLOCATION = "[memory]"
 #: What errors without a class of their own say: of a CPU's allocator, of CUDA beside torch's allocator, of cuBLAS.
 FULL = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -27,13 +34,52 @@ def held_bytes(model: nn.Module) -> int:
     return sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
 
 
-#: Bytes of a model below which resident memory of a process says nothing of it: allocators and threads take as much.
-LEAST_TOLD = 100_000_000
+def most_allocated(device: torch.device, work: Callable[[], object]) -> int | None:
+    """The most bytes that torch's allocator had in use while `work` ran, beyond those in use before: what tensors took. Call
+    `work` once before, so that what a first call alone allocates is not counted.
+
+    On a GPU torch counts them; on a CPU they are added up from torch's profiler, so that they repeat exactly, whatever else the
+    process holds. Memory beside torch's allocator (arrays of NumPy, buffers inside of libraries) is in neither. None where a
+    profiler is at work already.
+    """
+    if device.type == "cuda":
+        peak = Peak(device)
+        peak.begin()
+        work()
+        return peak.over()
+    autograd: Any = torch.autograd
+    if autograd._profiler_enabled():
+        return None
+    gc.collect()
+    profiler: Any = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+    with without_stderr():
+        profiler.start()
+    try:
+        work()
+    finally:
+        with without_stderr():
+            profiler.stop()
+    events = profiler.profiler.kineto_results.events()
+    changes: list[tuple[int, int]] = sorted(
+        (one.start_ns(), one.nbytes()) for one in events if one.name() == ALLOCATION
+    )
+    return max(accumulate((size for _, size in changes), initial=0))
 
 
-def tells_peak(device: torch.device, dense: int) -> bool:
-    """Whether a peak is worth telling: on a GPU always, on a CPU of models whose unquantized weights take LEAST_TOLD bytes."""
-    return device.type == "cuda" or dense >= LEAST_TOLD
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """The process's standard error goes nowhere inside: torch's profiler writes there when it begins and ends, unasked."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def synchronize(device: torch.device) -> None:

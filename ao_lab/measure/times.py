@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
@@ -29,6 +29,7 @@ DISAGREE = "its rounds disagree (20% and 80% quantiles: --json); end other work,
 ALONE, DRIFT = "eager, 1 thread", "the unquantized layer, timed once more at the end of each round"
 #: What is said of all doubts of a kind, by their beginnings.
 KINDS = {
+    "the baseline took": "the baseline took far longer in its rounds than beside another configuration; end other work",
     "the rounds' ratios": DISAGREE,
     "the medians' ratio": DISAGREE,
     DRIFT: "the unquantized layer took another time at the end of its rounds than at their beginning; end other work",
@@ -83,6 +84,32 @@ def doubt_of(seconds: float, baseline: float, low: float, high: float) -> str:
     if not low * (1 - 1e-9) <= ratio <= high * (1 + 1e-9):
         return f"the medians' ratio is {ratio:.2f}, the rounds' ratios are {low:.2f} to {high:.2f}"
     return ""
+
+
+#: Why a speedup is noisy whose baseline was slower than that of the same beside others.
+SLOWER = "the baseline took"
+
+
+def drift_of(baseline: float | None, all_of: Iterable[float | None]) -> str:
+    """Why a speedup is noisy: its baseline took more than SPREAD times that of the quickest of the same, beside other
+    configurations; "" where it did not."""
+    known = [one for one in all_of if one is not None]
+    if baseline is None or not known or baseline <= SPREAD * min(known):
+        return ""
+    return f"{SLOWER} {baseline / min(known):.1f} times as long as beside another configuration"
+
+
+def drifted(rows: Sequence[Timed]) -> list[Timed]:
+    """Rows of times, those noisy too whose baseline was slower than the same baseline beside others (`drift_of`)."""
+    by: dict[tuple[str, str, tuple[int, ...]], list[float | None]] = {}
+    for row in rows:
+        by.setdefault((row.what, row.mode, tuple(row.shape)), []).append(row.baseline_seconds)
+    return [
+        row
+        if row.doubt
+        else replace(row, doubt=drift_of(row.baseline_seconds, by[row.what, row.mode, tuple(row.shape)]))
+        for row in rows
+    ]
 
 
 def busy_notes(load: float | None, cores: int | None) -> list[str]:

@@ -289,7 +289,7 @@ def undivided(reasons: Sequence[str]) -> str:
     blocks = {block for _, block in numbers}
     if None in found or len(blocks) != 1:
         return ""
-    return undividing(blocks.pop(), {length for length, _ in numbers})
+    return undividing(blocks.pop(), [int(one[1]) for one in found if one is not None])
 
 
 # Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.listings import known
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
     check_writable,
-    console,
     print_json,
     print_table,
     say,
@@ -24,11 +23,13 @@ from ao_lab.cli.terminal import (
     when_stopped,
 )
 from ao_lab.install.extras import check_extra, is_clone
-from experiments.data.corpora import corpora, corpus_record
-from experiments.data.corpus import DEFAULT, CorpusRecord
+from experiments.commands.found import show_findings, told_of
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL
 from experiments.models.pretrained import MODELS, Pretrained, model_record, pretrained
+
+if TYPE_CHECKING:
+    from experiments.data.corpus import CorpusRecord
 
 
 def run_experiments(
@@ -39,7 +40,7 @@ def run_experiments(
     as_json: bool,
     *,
     reports: Path | None = None,
-    corpus: tuple[str, Path | None] = (DEFAULT, None),
+    corpus: tuple[str, Path | None] | None = None,
     seconds: float | None = None,
     workers: int = 1,
     changed: bool = False,
@@ -47,9 +48,10 @@ def run_experiments(
 ) -> bool:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
-    corpus: its name, and its folder where it has one. real: models that are measured alone (`real_models`). seconds: after
-    which nothing more starts, where that can be. workers: how many trainings run at once, likewise. changed: rows whose code
-    has not changed since are taken as measured. Returns whether no measurement was lost, and something measured of each.
+    corpus: its name, and its folder where it has one; None: the default. real: models that are measured alone
+    (`real_models`). seconds: after which nothing more starts, where that can be. workers: how many trainings run at once,
+    likewise. changed: rows whose code has not changed since are taken as measured. Returns whether no measurement was lost,
+    and something measured of each.
     """
     from experiments.harness.measuring import LOST
     from experiments.runs.run import NOTHING, reproduce
@@ -62,7 +64,8 @@ def run_experiments(
         more: dict[str, Any] = {**partly(names, only), **limited(names, seconds)}
     else:
         more = for_real_models(names, real, only, seconds)
-    more |= {**other_text(names, *corpus), **shared(names, workers), "changed": changed}
+    given = {} if corpus is None else other_text(names, *corpus)
+    more |= {**given, **shared(names, workers), "changed": changed}
     folders = paths(reports)
     LOST.clear()
     NOTHING.clear()
@@ -83,7 +86,7 @@ def run_experiments(
     else:
         show_written("Reproduced", written, False)
         if real is not None:
-            show_findings(names, real.models, folders)
+            show_findings(names, real.models, folders, [what for what, _ in written])
     if LOST:
         say(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
@@ -274,6 +277,8 @@ def run_pretrain(
 
 def run_corpus(name: str | None, build: Path | None, as_json: bool) -> None:
     """List all corpora, describe one, or build one into a folder."""
+    from experiments.data.corpora import corpora, corpus_record
+
     if name is None:
         if build is not None:
             raise WrongInput("corpus --build takes the name of a corpus: ao-lab corpus prose --build DIR")
@@ -497,34 +502,6 @@ def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) 
         print_json([{"what": what, "where": where} for what, where in written])
     else:
         print_table(title, ["what", "where"], written)
-
-
-def show_findings(names: Sequence[str], models: Sequence[str], folders: Paths) -> None:
-    """What the pages of experiments say first of these models, what was not measured, and where the rest is."""
-    found = told_of(names, models, folders)
-    for line in (*found["findings"], *found["not_measured"]):
-        console().print(line, markup=False)
-    for name in names:
-        say(f"all tables and figures: {folders.reports / f'{name}.html'}")
-
-
-def told_of(names: Sequence[str], models: Sequence[str], folders: Paths) -> dict[str, list[Any]]:
-    """Of these models all rows of the experiments, as plain values, the findings, and what was not measured, and why."""
-    from experiments.harness.rows import read, table_parts
-    from experiments.models.causal_lm import real_model
-    from experiments.report.results import Results, failures
-
-    titles = [real_model(given, folders.cache).name for given in models]
-    told: dict[str, list[Any]] = {"findings": [], "not_measured": [], "rows": []}
-    for name in names:
-        every = list(read(folders.rows(name)))
-        found = EXPERIMENTS[name].page_module().findings(every)
-        told["findings"] += [line for line in found if any(title in line for title in titles)]
-        for title in titles:
-            rows = [row for row in every if table_parts(row.table)[0].split(" ")[-1] == title]
-            told["not_measured"] += [f"{title}: {line.replace('**', '')}" for line in failures(Results(rows))]
-            told["rows"] += [asdict(row) for row in rows]
-    return told
 
 
 def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> None:

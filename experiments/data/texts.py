@@ -121,7 +121,7 @@ class OwnText:
             raise ValueError(
                 f"--text {path} holds {len(text)} characters; give a text of some thousand words"
             )
-        return cls(re.sub(r"[^\w.+-]+", "_", path.stem) or "text", text[:cut], text[cut:], whole)
+        return cls(re.sub(r"[^\w.+-]+", "_", path.name) or "text", text[:cut], text[cut:], whole)
 
     @property
     def evaluation(self) -> EvaluationText:

@@ -4,10 +4,11 @@ The model is the folder's own checkpoint in bfloat16, and a copy of it in every 
 (torchao's where there is a GPU, or by name), or those that `--only` names, a scheme among them. Every linear layer is
 quantized but a head that is tied to the embedding. Prompts are windows of a text, so that tokens and logits are those of a
 model at work. At each batch generate transformers' `generate()` as it is called, and a lean loop of our own
-(`OwnLoop`); the first call of each is not timed, and of the loop's others the fastest is given. Time to the
-first token is that of the loop and of `generate()` for one token.
+(`OwnLoop`). Both are called once, and then timed in turn with the dense model's, ROUNDS times: medians, and of the rounds'
+ratios also the ends, which say how far a speedup can be trusted. Time to the first token is that of the loop and of
+`generate()` for one token.
 
-Peak memory is the model's bytes and the most that generating took beyond what was in use before it.
+Peak memory is the model as it is in memory, and the most that tensors of generating took beside it (`most_allocated`).
 
 That loop is greedy, one cache of fixed length, the model's own forward, nothing that looks at a token on the host. On a
 GPU the step is captured in a CUDA graph, so that the host only launches; a model with sliding windows that are shorter than
@@ -20,8 +21,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.config.base import SchemeConfig
 from ao_lab.install.extras import needed
-from ao_lab.measure.memory import Peak, by_transformers, synchronize
+from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, synchronize
 from ao_lab.measure.turns import recorded
 from experiments.decode.configs import (
     BASE,
@@ -143,8 +145,11 @@ EXPERIMENT = "decode"
 BATCHES = {"quick": (1, 4), "full": (1, 8, 32)}
 PROMPT = {"quick": 16, "full": 128}
 NEW = {"quick": 8, "full": 32}
-#: Of the own loop; a call of generate() takes many times as long, and is timed once.
-CALLS = {"quick": 1, "full": 3}
+#: Timed calls of each, in turn with the dense model.
+ROUNDS = 3
+#: Metrics of speeds over the dense model in turn: the median of the rounds' ratios and its ends, of both loops.
+OVER_OWN, OVER_LIBRARY = "speedup of the own loop", "speedup of generate()"
+LOWEST, HIGHEST = ", lowest", ", highest"
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,8 @@ class Here:
     bench: Bench
     prompts: dict[int, Tensor]
     logits: Tensor
+    #: The dense model's own loops by batch, as they are needed.
+    loops: dict[int, OwnLoop] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings, model: RealModel) -> Here:
@@ -164,6 +171,12 @@ class Here:
         rows = torch.arange(max(BATCHES[settings.scale])) % len(ids)
         prompts = {batch: ids[rows[:batch]] for batch in BATCHES[settings.scale]}
         return cls(settings, bench, prompts, last_logits(bench.base, ids[:1]))
+
+    def dense_loop(self, batch: int) -> OwnLoop:
+        """The dense model's own loop at a batch, warm."""
+        if batch not in self.loops:
+            self.loops[batch] = warm_loop(self.bench.base, self.prompts[batch], NEW[self.settings.scale])
+        return self.loops[batch]
 
 
 @torch.no_grad()
@@ -227,12 +240,12 @@ def measure(here: Here, config: Config) -> dict[str, Values]:
         logits = last_logits(model, here.prompts[1])
         values["logits, change"] = relative_change(logits, here.logits, float("inf"), "from bfloat16's")
         peaks = []
-        for batch, prompt in here.prompts.items():
-            of_batch = attempt(partial(generation, model, prompt, here.settings.scale))
+        for batch in here.prompts:
+            of_batch = attempt(partial(generation, here, model, batch))
             found[data_of(batch)] = of_batch
             peaks += [of_batch["memory of generating"][0]] if "memory of generating" in of_batch else []
         if peaks:
-            values["peak memory"] = (values["size"][0] + max(peaks), "byte")
+            values["peak memory"] = (held_bytes(model) + max(peaks), "byte")
         return values
 
     return by_data(work)
@@ -265,11 +278,8 @@ def quantized(here: Here, config: Config) -> nn.Module:
     return model
 
 
-def generation(model: nn.Module, prompt: Tensor, scale: str) -> Values:
-    """Rates and times of both loops at one batch, and what generating takes of memory beyond what was in use."""
-    new, calls, batch = NEW[scale], CALLS[scale], len(prompt)
-    peak = Peak(prompt.device)
-    peak.begin()
+def warm_loop(model: nn.Module, prompt: Tensor, new: int) -> OwnLoop:
+    """A loop after its first calls; Wrong where a captured step, or the cache, gives other logits than the model."""
     loop = OwnLoop(model, prompt, new)
     expected = loop.prefill().float()
     loop.prepare()
@@ -279,20 +289,48 @@ def generation(model: nn.Module, prompt: Tensor, scale: str) -> Values:
     # A captured step has to be the step.
     relative_change(loop.replay().float(), plain, COMPILED_LIMIT, "by the captured step")
     relative_change(expected, last_logits(model, prompt), COMPILED_LIMIT, "by the cache of fixed length")
-    ours = [loop.generate() for _ in range(calls)]
-    by_transformers(model, prompt, min(new, 2))
-    whole, theirs = by_transformers(model, prompt, new)
-    first, _ = by_transformers(model, prompt, 1)
-    same = (ours[0][2] == theirs).float().mean()
+    return loop
+
+
+def generation(here: Here, model: nn.Module, batch: int) -> Values:
+    """Rates and times of both loops at one batch, in turn with the dense model's, and what tensors take beside the model."""
+    prompt, new = here.prompts[batch], NEW[here.settings.scale]
+    base, dense = here.bench.base, here.dense_loop(batch)
+    loop = dense if model is base else warm_loop(model, prompt, new)
+    both = [(base, dense)] if model is base else [(base, dense), (model, loop)]
+    for one, mine in both:
+        _, _, tokens = mine.generate()
+        _, theirs = by_transformers(one, prompt, new)
+    over = most_allocated(prompt.device, loop.generate)
+    rounds = [[round_of(one, mine, prompt, new) for one, mine in both] for _ in range(ROUNDS)]
+    firsts, rests, wholes, first_wholes = (median(one[-1][at] for one in rounds) for at in range(4))
     found: Values = {
-        "tokens/s, generate()": (batch * new / whole, "tokens/s"),
-        "tokens/s, own loop": (batch * (new - 1) / min(rest for _, rest, _ in ours), "tokens/s"),
-        "time to first token, generate()": (first, "s"),
-        "time to first token, own loop": (min(start for start, _, _ in ours), "s"),
+        "tokens/s, generate()": (batch * new / wholes, "tokens/s"),
+        "tokens/s, own loop": (batch * (new - 1) / rests, "tokens/s"),
+        "time to first token, generate()": (first_wholes, "s"),
+        "time to first token, own loop": (firsts, "s"),
         "own loop in a CUDA graph": (float(loop.captured), ""),
         "tokens of the prompt": (prompt.shape[1], ""),
         "new tokens": (new, ""),
-        "same tokens": (100 * float(same), "%"),
+        "same tokens": (100 * float((tokens == theirs).float().mean()), "%"),
     }
-    over = peak.over()
+    if model is not base:
+        found |= speedups(OVER_OWN, [(one[0][1], one[1][1]) for one in rounds])
+        found |= speedups(OVER_LIBRARY, [(one[0][2], one[1][2]) for one in rounds])
     return found if over is None else {**found, "memory of generating": (over, "byte")}
+
+
+def round_of(model: nn.Module, loop: OwnLoop, prompt: Tensor, new: int) -> tuple[float, float, float, float]:
+    """Seconds of one call of each: the loop to its first token, its other tokens, generate(), generate() for one token."""
+    first, rest, _ = loop.generate()
+    return first, rest, by_transformers(model, prompt, new)[0], by_transformers(model, prompt, 1)[0]
+
+
+def speedups(name: str, rounds: Sequence[tuple[float, float]]) -> Values:
+    """The median of the rounds' ratios, dense over quantized, and its ends."""
+    ratios = [dense / seconds for dense, seconds in rounds]
+    return {
+        name: (median(ratios), "ratio"),
+        f"{name}{LOWEST}": (min(ratios), "ratio"),
+        f"{name}{HIGHEST}": (max(ratios), "ratio"),
+    }

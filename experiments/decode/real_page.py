@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ao_lab.measure.times import NOISY, SPREAD
 from experiments.decode.configs import BASELINE, OURS
+from experiments.decode.real import HIGHEST, LOWEST, OVER_LIBRARY, OVER_OWN
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
@@ -20,12 +22,12 @@ ORDER = {BASELINE: 0, OURS: 1, TORCHAO: 2}
 TEXT = (
     "The folder's own weights in bfloat16, and quantized: every linear layer but a head that is tied to the embedding. Prompts "
     "are beginnings of a text, decoding is greedy. generate() is transformers' own call, not compiled; the own loop is this "
-    "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. The "
-    "first call is not timed, of the loop's others the fastest is shown; rates of generate() include the prompt, those of the "
-    "own loop leave it out.",
+    "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. Each "
+    "is called once, then timed in turn with bfloat16's: medians; a speedup is the median of the rounds' ratios, noisy where "
+    "they are far apart. Rates of generate() include the prompt, those of the own loop leave it out.",
     (
-        "Peak memory is the size of the model plus what generation took on top of it, allocated on a GPU, resident in "
-        "the process on a CPU. Same tokens: how many tokens generate() and this experiment's own loop have in common; "
+        "Peak memory: the weights as they are in memory, and the most that tensors of generating took beside them. "
+        "Same tokens: how many tokens generate() and this experiment's own loop have in common; "
         "they diverge where two tokens are about as likely, since matmuls of other sizes round differently."
     ),
 )
@@ -81,8 +83,8 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
     """Rates and times of one batch; at batch 1 beside those that were published of this model."""
     beside = batch == "batch 1" and run.fact(PUBLISHED) == MODEL
     columns = [
-        "configuration", "generate() (tokens/s)", "own loop (tokens/s)", "of bfloat16", "first token, generate() (ms)",
-        "first token, own loop (ms)", "in a graph", "same tokens (%)",
+        "configuration", "generate() (tokens/s)", "speedup", "own loop (tokens/s)", "speedup of the loop",
+        "first token, generate() (ms)", "first token, own loop (ms)", "in a graph", "same tokens (%)",
     ]  # fmt: skip
     columns += [f"published, {HARDWARE} (tokens/s)"] if beside else []
     base, lines = results.value(BASELINE, BASE, OWN), []
@@ -94,8 +96,9 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
         line = [
             label(*one),
             number(results.value(*one, BY_LIBRARY), 1),
+            speedup(results, one, OVER_LIBRARY),
             number(rate, 1),
-            number(rate / base if base else None, 2),
+            speedup(results, one, OVER_OWN) or alone(rate, base, one),
             number(first, 1, 1e3),
             number(own, 1, 1e3),
             "yes" if results.value(*one, "own loop in a CUDA graph") else "no",
@@ -103,6 +106,19 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
         ]
         lines.append([*line, number(published(one[1]).get("tokens/s"), 1)] if beside else line)
     return Table(f"{run.model}, {batch}", columns, lines, results.rows)
+
+
+def speedup(results: Results, line: tuple[str, str], name: str) -> str:
+    """How much faster than the dense model in turn, and whether its rounds disagree; "" where it was not timed in turn."""
+    middle, low, high = (results.value(*line, f"{name}{end}") for end in ("", LOWEST, HIGHEST))
+    if middle is None or low is None or high is None:
+        return ""
+    return f"{middle:.2f}x{NOISY * (high > SPREAD * low)}"
+
+
+def alone(rate: float, base: float | None, line: tuple[str, str]) -> str:
+    """The ratio of two rates that were not timed in turn; "" of the dense model itself."""
+    return "" if line[0] == BASELINE or not base else f"{rate / base:.2f}x (not in turn)"
 
 
 def real_findings(rows: Sequence[Row]) -> list[str]:
@@ -117,11 +133,15 @@ def finding(run: RealRun) -> str:
     base = results.value(BASELINE, BASE, OWN)
     if not base:
         return ""
-    rates = {label(*one): results.value(*one, OWN) for one in lines_of(results) if one[0] != BASELINE}
-    words = [f"{name} {rate / base:.2f}" for name, rate in rates.items() if rate]
+    words = []
+    for one in lines_of(results):
+        rate = results.value(*one, OWN)
+        if one[0] != BASELINE and rate:
+            times = speedup(results, one, OVER_OWN) or f"{rate / base:.2f}x"
+            words.append(f"{label(*one)} {times} ({rate:.1f} tokens/s)")
     if not words:
         return ""
     return (
         f"{run.model}, its own weights, {batch} in this experiment's own loop ({run.where.run}): bfloat16 "
-        f"{base:.1f} tokens/s; over it {', '.join(words)}."
+        f"{base:.1f} tokens/s; speed over bfloat16: {', '.join(words)}."
     )

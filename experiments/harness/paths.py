@@ -64,6 +64,13 @@ def _lock(handle: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def user_cache() -> Path:
+    """The user's cache (`fast.user_cache`)."""
+    from fast.user_cache import cache_folder  # which imports torch
+
+    return cache_folder()
+
+
 #: What was written, and where.
 Written = list[tuple[str, str]]
 
@@ -79,12 +86,10 @@ class Paths:
     def default(cls, reports: Path | None = None) -> Paths:
         """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
         $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches (`fast.user_cache.cache_folder`)."""
-        from fast.user_cache import cache_folder  # which imports torch
-
         chosen, clone = reports or os.environ.get("AO_LAB_REPORTS"), is_clone()
         in_clone = clone and not os.environ.get("AO_LAB_CACHE")
         return cls(
-            cache=ROOT / ".cache" / "ao_lab" if in_clone else cache_folder(),
+            cache=ROOT / ".cache" / "ao_lab" if in_clone else user_cache(),
             reports=Path(chosen) if chosen else (ROOT if clone else Path.cwd()) / "reports",
         )
 

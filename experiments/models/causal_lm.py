@@ -320,10 +320,26 @@ def check_whole(scheme: str, layers: Mapping[str, nn.Linear]) -> None:
         raise Undivided(f"{scheme} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first")
 
 
+#: How statuses begin of schemes whose groups do not divide what they have to.
+UNFIT = (f"status: error: {Undivided.__name__}: ", "status: error: ValueError: quantize_: groups of ")
+#: What a status says instead, and what stands in it for callers of `quantize_` alone.
+MISSING, OPTION = (
+    ("status: missing: ", "status: missing: groups of "),
+    re.compile("; use (group_size|one scale).*$"),
+)
+
+
 def not_tried(values: Values) -> Values:
-    """Values of a measurement; where a scheme leaves layers dense, that it is missing and no error."""
-    error, missing = f"status: error: {Undivided.__name__}: ", "status: missing: "
-    return {metric.replace(error, missing): value for metric, value in values.items()}
+    """Values of a measurement; where a scheme leaves layers dense, or fits none, that it is missing and no error."""
+    return {missing_metric(metric): value for metric, value in values.items()}
+
+
+def missing_metric(metric: str) -> str:
+    """A metric, or the status of a scheme that does not fit a model as one that is missing."""
+    for error, missing in zip(UNFIT, MISSING, strict=True):
+        if metric.startswith(error):
+            return OPTION.sub("", metric.replace(error, missing))
+    return metric
 
 
 def in_files(weight: QuantizedTensor) -> Stored:

@@ -32,10 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint.model_builder import read_config
 from experiments.data.packages import ARCHIVES, Part, beside, installed_file, opened
 from experiments.harness.paths import Busy, Paths, alone
-from experiments.models.conversion import converter
 
 #: Bytes that are read at once.
 CHUNK = 1 << 22
@@ -234,6 +232,8 @@ def pretrained(
     archive, a full disk and another process that makes a model there; nothing half-written is left then, nor after a kill.
     ao_lab's MissingExtra where transformers, gguf or accelerate is not installed.
     """
+    from experiments.models.conversion import converter  # which imports torch
+
     record, cache = model_record(name), cache if cache is not None else default_cache()
     folder = cache / "pretrained" / record.key
     if is_whole(folder):
@@ -415,6 +415,8 @@ MODULES = "modules.json"
 
 def task_of(folder: Path) -> str:
     """One of TASKS."""
+    from ao_lab.checkpoint.model_builder import read_config  # which imports torch
+
     kind = read_config(folder).get("model_type")
     if kind == "whisper":
         return SPEECH

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
-from ao_lab.measure.memory import Peak, by_transformers, tells_peak
+from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated
 from experiments.harness.measuring import Values
 
 #: Tokens of the prompt.
@@ -25,31 +25,31 @@ ROUNDS = 3
 #: Metrics beside "tokens/s" of a model that was timed in turn with the dense one.
 DENSE, SPEEDUP = "tokens/s of the dense model in turn", "speedup of generate()"
 LEAST, LARGEST = f"{SPEEDUP}, lowest", f"{SPEEDUP}, highest"
+#: The most that tensors of generate() took beside the weights, and that with the weights as they are in memory.
+OVER, PEAK = "memory of generating, over the weights", "peak memory"
 #: Examples of a task of lm-evaluation-harness (None: all), by scale.
 EXAMPLES = {"quick": 20, "full": None}
 
 
 def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> Values:
     """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second beside the dense model's, and
-    peak memory (`Peak`), on a CPU of models of 100 MB and more in bfloat16 (`tells_peak`).
+    peak memory: the weights as they are in memory, and what tensors took beside them (`most_allocated`), as `ao-lab compare`
+    tells it.
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
     fewer or more. base: the dense model (it may be the same), timed in turn with this one. A call of few tokens warms each up,
     one is measured for its memory, and ROUNDS of each are timed: medians, and of the rounds' ratios also the ends.
     """
     device = next(model.parameters()).device
-    ids, peak = prompt[:, :SHORT].to(device), Peak(device)
+    ids = prompt[:, :SHORT].to(device)
     both = [model] if model is base else [base, model]
     for one in both:
         by_transformers(one, ids, min(new, WARM))
-    peak.begin()
-    by_transformers(model, ids, new)
-    over = peak.over()
+    over = most_allocated(device, lambda: by_transformers(model, ids, new))
     found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
-    dense = 2 * sum(one.numel() for one in model.parameters())
-    if over is None or not tells_peak(device, dense):
+    if over is None:
         return found
-    return {**found, "memory of generating, over the weights": (over, "byte")}
+    return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}
 
 
 def in_turn(rounds: Sequence[Sequence[float]], new: int) -> Values:

@@ -5,8 +5,9 @@ quantizes the weights of all linear layers but a head that is tied to the embedd
 (dynamic scales), as users do it: `quantize_`, then the model's own forward in bfloat16. The baseline is the model as its file
 gives it.
 
-A scheme whose blocks do not divide every layer is not measured on that model, and a row says so: half a model quantized would
-stand beside whole ones.
+A scheme whose blocks do not divide every layer is not measured on the models that the scale measures, and a row says so: half a
+model quantized would stand beside whole ones. On a model that somebody names it is measured as `ao-lab compare` does, and how
+many layers it quantizes stands behind its name (`DENSE_LAYERS`).
 
 Sentence encoders and speech models are parts (`ao-lab reproduce ptq --only encoders`, `--only speech`): all default schemes on
 the models of that task that packages carry, the smallest first, at either scale; they take seconds a scheme where a language
@@ -25,6 +26,7 @@ from torch import nn
 
 from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.programs import problems
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
@@ -43,6 +45,8 @@ QUICK_WEIGHTS = ("int8_rowwise", "nvfp4", "nf4", "int4_g32_asymmetric", "mxfp4_r
 QUICK_INPUTS = ("int8_rowwise", "fp8_rowwise", "nvfp4", "mxfp4_rceil")
 #: Schemes whose speed is measured at quick scale, besides the base model and all that are asked for by name; at full scale all.
 SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil")
+#: Of a scheme that leaves layers dense, how many.
+DENSE_LAYERS = "layers left dense"
 #: Of programming problems every so many-th is asked, by scale.
 EVERY = {"quick": 20, "full": 1}
 #: New tokens of `generate()`, by scale.
@@ -122,8 +126,11 @@ def measure(
 
     def work(found: dict[str, Values]) -> Values:
         started = time.perf_counter()
-        model = bench.base if task.method == bench.baseline else quantized(bench, task)
+        dense = task.method == bench.baseline
+        model = bench.base if dense else quantized(bench, task, whole=settings.asked is None)
         values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
+        if left := 0 if dense else dense_layers(model):
+            values[DENSE_LAYERS] = (left, "")
         with torch.no_grad():
             for data, quality in bench.results(model).items():
                 found[data] = {**quality, **status("ok")}
@@ -152,14 +159,20 @@ def served(settings: Settings, bench: AnyBench, task: Task, model: nn.Module) ->
     return {**found, **harness_values(settings, bench.model, model)}
 
 
-def quantized(bench: AnyBench, task: Task) -> nn.Module:
-    """A quantized copy; Undivided where a layer stays dense."""
+def dense_layers(model: nn.Module) -> int:
+    """How many linear layers are not quantized, a head that is tied to the embedding aside."""
+    return sum(not isinstance(layer.weight, QuantizedTensor) for layer in linears(model).values())
+
+
+def quantized(bench: AnyBench, task: Task, whole: bool = True) -> nn.Module:
+    """A quantized copy; where it is to be whole, Undivided for a scheme that leaves a layer dense."""
     model = bench.copy()
     layers = linears(model)
     chosen = {id(layer) for layer in layers.values()}
     config = SchemeConfig(scheme=task.method, activation_scheme=task.activations)
     quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
-    check_whole(task.method, layers)
+    if whole:
+        check_whole(task.method, layers)
     return model
 
 

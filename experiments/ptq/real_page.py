@@ -9,9 +9,10 @@ from functools import partial
 from ao_lab.intervals import is_noise
 from ao_lab.measure.times import NOISY, SPREAD
 from experiments.harness.rows import Row
-from experiments.models.causal_lm import BASE, IN_MEMORY
+from experiments.models.causal_lm import BASE, FILE, IN_MEMORY
 from experiments.models.quantized_model import WEIGHTS, activations_of
-from experiments.models.serving import DENSE, LARGEST, LEAST, SPEEDUP
+from experiments.models.serving import DENSE, LARGEST, LEAST, OVER, PEAK, SPEEDUP
+from experiments.ptq.real import DENSE_LAYERS
 from experiments.report.content import Card, Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import (
@@ -32,6 +33,8 @@ from experiments.report.results import Results, failures, family, number
 
 #: Below this change of the loss, in nats, plots are linear.
 LINEAR = 0.01
+#: Of a model's file, how many linear layers it has.
+LAYERS = "quantized layers"
 TEXT = (
     (
         "Weights of all linear layers are quantized except a head that is tied to the embedding; embedding, norms and "
@@ -43,8 +46,10 @@ TEXT = (
     "a token. Changes are paired by window with the dense model's; KL is the divergence of the predictions from the dense "
     "model's. After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over "
     "documents where there are several. A change within it stands in parentheses.",
+)
+WIKITEXT = (
     "WikiText-2 here is the release wikitext-2-v1 (with <unk>); published perplexities are mostly of wikitext-2-raw-v1, "
-    "another text.",
+    "another text."
 )
 
 
@@ -59,7 +64,18 @@ def section(run: RealRun) -> Section:
     if any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines):
         tables.append(serving(run))
     found = drawing(run)
-    return Section(title_of(run), [*about_of(run), *TEXT, *failures(run.whole)], [found] if found else [], tables)  # fmt: skip
+    text = [
+        *about_of(run),
+        *TEXT,
+        *([WIKITEXT] if any(map(is_wikitext, run.texts)) else []),
+        *failures(run.whole),
+    ]
+    return Section(title_of(run), text, [found] if found else [], tables)
+
+
+def is_wikitext(text: str) -> bool:
+    """Whether a text's name is that of WikiText."""
+    return text.startswith("wikitext")
 
 
 def table(run: RealRun, text: str, results: Results) -> Table:
@@ -73,7 +89,7 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         size, both = run.size(method), run.setting(method, True)
         bits = [run.whole.value(setting, method, "bits per weight") for setting in (WEIGHTS, both)]
         line = [
-            method,
+            named(run, method),
             number(size, 1, 1e-6),
             number(bits[0] if bits[0] is not None else bits[1], 2),
         ]
@@ -85,27 +101,36 @@ def table(run: RealRun, text: str, results: Results) -> Table:
     return Table(f"{run.model}, {text}", columns, lines, rows)
 
 
+def named(run: RealRun, method: str) -> str:
+    """A scheme's name, with how many layers it quantizes where it leaves some dense: "int4_g128 (30 of 210 layers)"."""
+    found = (run.whole.value(run.setting(method, inputs), method, DENSE_LAYERS) for inputs in (False, True))
+    left, layers = next((one for one in found if one), 0.0), run.whole.value(FILE, FILE, LAYERS)
+    return method if not left or layers is None else f"{method} ({layers - left:.0f} of {layers:.0f} layers)"
+
+
 def serving(run: RealRun) -> Table:
     """Speed of generating, beside the dense model's in turn, and its peak memory: that of the model in memory, and what
     generating took beyond."""
     lines = []
     for setting, method in run.measured():
-        speed, memory, size = (
-            run.whole.value(setting, method, metric)
-            for metric in ("tokens/s", "memory of generating, over the weights", "size")
+        speed, memory, size, peak = (
+            run.whole.value(setting, method, metric) for metric in ("tokens/s", OVER, "size", PEAK)
         )
         if speed is not None:
             held = run.whole.value(setting, method, IN_MEMORY) or size
-            peak = None if memory is None or held is None else held + memory
+            if peak is None and memory is not None and held is not None:
+                peak = held + memory
             cells = [number(one, 1, 1e-6) for one in (size, memory, peak)]
             dense = number(run.whole.value(setting, method, DENSE), 1)
-            lines.append([method, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
+            name = named(run, method)
+            lines.append([name, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
     columns = ["scheme", "setting", "tokens/s", "dense in turn (tokens/s)", "speedup"]
     columns += ["size (MB)", "memory over the weights (MB)", "peak memory (MB)"]
     caption = (
         f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
         f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare; "
-        "size: of the files, in memory float32 scales may take more"
+        "size: of the files; peak memory: weights as they are in memory, where float32 scales may take more, and the most that "
+        "tensors took beside them"
     )
     return Table(caption, columns, lines, run.whole.rows)
 
@@ -143,9 +168,10 @@ def points(
         setting = run.setting(method, inputs)
         size, value = run.whole.value(setting, method, "size"), results.value(setting, method, metric)
         if method != base and size is not None and value is not None and math.isfinite(value):
-            label = method if len(run.lines) < 16 else ""
+            name = named(run, method)
+            label = name if len(run.lines) < 16 else ""
             half = (results.half(setting, method, error) or 0.0) if error else 0.0
-            found.append(Point(size / 1e6, value, family(method), label, method, half))
+            found.append(Point(size / 1e6, value, family(method), label, name, half))
     return found
 
 
@@ -213,7 +239,7 @@ def finding(run: RealRun) -> str:
         if method != BASE and change is not None and told:
             noise = is_noise(change, results.half(setting, method, CHANGE_ERROR))
             inputs = " with inputs" if setting != WEIGHTS else ""
-            known.append((change, f"{method}{inputs} {f'({told})' if noise else told}"))
+            known.append((change, f"{named(run, method)}{inputs} {f'({told})' if noise else told}"))
     if not known:
         return ""
     words = [told for _, told in sorted(known)[:12]]

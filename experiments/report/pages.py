@@ -37,7 +37,7 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit, has_triton
 from experiments.harness.rows import Row
-from experiments.report import families, peers, questions
+from experiments.report import families, own_models, peers, questions
 from experiments.report.accuracies import is_given, of_given_models
 from experiments.report.content import (
     FEWEST_TOKENS,
@@ -229,9 +229,12 @@ def characters(table: Table) -> int:
 
 
 def write_pages(places: Paths) -> Written:
-    """Draw and write everything from the published rows; returns what was written."""
+    """Draw and write everything from the published rows; returns what was written. Of a folder whose rows are of named models
+    alone that is one page (`experiments.report.own_models`)."""
     rows = {name: shown_rows(tidy.read(places.rows(name))) for name in EXPERIMENTS}
     pages = make_pages(places, rows)
+    if own_models.are_own(rows):
+        return write_own(places, pages, rows)
     written = [one for page in pages for one in write_page(places, page)]
     written += write_first(places, pages, rows)
     remove_old(places, pages)
@@ -247,8 +250,7 @@ def make_pages(places: Paths, rows: Mapping[str, Sequence[Row]] | None = None) -
 
 def write_page(places: Paths, page: Page) -> Written:
     """The files of one experiment."""
-    for name, picture in page.pictures.items():
-        tidy.write_text(places.figures / f"{name}.svg", picture)
+    write_pictures(places, page)
     written: Written = []
     for kind in ("md", "html"):
         path = places.reports / f"{page.name}.{kind}"
@@ -261,11 +263,35 @@ def write_page(places: Paths, page: Page) -> Written:
     return written
 
 
-def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequence[Row]]) -> Written:
-    """The pages over all experiments, and what all pages share."""
+def write_own(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequence[Row]]) -> Written:
+    """The one page of named models, its figures, and what it shares with other reports."""
+    write_assets(places)
+    remove_old(places, pages)
+    for page in pages:
+        write_pictures(places, page)
+    values, written = own_models.values_of(rows, pages), list[tuple[str, str]]()
+    for name, template in (("index.html", "own.html.j2"), ("README.md", "own.md.j2")):
+        tidy.write_text(places.reports / name, render(template, **values))
+        written.append(("report", shown(places.reports / name)))
+    return written
+
+
+def write_assets(places: Paths) -> None:
+    """What all pages share."""
     for name in ASSETS:
         tidy.write_text(places.reports / "assets" / name, (TEMPLATES / name).read_text("utf-8"))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
+
+
+def write_pictures(places: Paths, page: Page) -> None:
+    """The figures of one experiment."""
+    for name, picture in page.pictures.items():
+        tidy.write_text(places.figures / f"{name}.svg", picture)
+
+
+def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequence[Row]]) -> Written:
+    """The pages over all experiments, and what all pages share."""
+    write_assets(places)
     found = {id(card): page.name for page in pages for card in page.cards}
     cards = first_cards(pages)
     overview = draw_overview([card for card in cards if card.bars])

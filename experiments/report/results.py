@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ao_lab.config.recipe import INTEGER, named
+from ao_lab.config.recipe import named
 from ao_lab.intervals import half_interval, is_noise, rounded
 from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
@@ -140,14 +140,25 @@ class Results:
     @property
     def count(self) -> int | None:
         """How many windows, utterances or books the means of this text are over; None where it is not known, and many."""
+        return self._of_data(
+            next((row for row in self.rows if row.metric in COUNTED and row.value > 0), None)
+        )
+
+    def count_of(self, setting: str, method: str) -> int | None:
+        """The same of a line, which may have been measured on another number of windows than others of its table."""
+        rows = (self.row(setting, method, metric) for metric in COUNTED)
+        own = next((row for row in rows if row is not None and row.value > 0), None)
+        return self.count if own is None else self._of_data(own)
+
+    def _of_data(self, counted: Row | None) -> int | None:
+        """A number of windows as that of independent samples: fewer windows than books are of as many books at most."""
         data = next((table_parts(row.table)[2] for row in self.rows), "")
-        found = next((int(row.value) for row in self.rows if row.metric in COUNTED and row.value > 0), None)
-        # Fewer windows than books are of as many books at most.
+        found = None if counted is None else int(counted.value)
         return found if data not in BOOKS else min(BOOKS[data], found or BOOKS[data])
 
     def half(self, setting: str, method: str, error: str) -> float | None:
         """Half of the 95% interval of a mean whose standard error is a metric, by Student's t; None where there is none."""
-        return half_interval(self.value(setting, method, error), self.count)
+        return half_interval(self.value(setting, method, error), self.count_of(setting, method))
 
     def with_half(self, setting: str, method: str, metric: str, error: str, *, factor: float = 1.0) -> str:
         """A value and that half, to its digits, a change that it reaches in parentheses; "" where either was not measured."""
@@ -231,12 +242,22 @@ def is_default(method: str) -> bool:
     return "." not in method
 
 
+def scheme_named(method: str) -> Scheme | None:
+    """The scheme of a method's name, also one that has no record (int4_g32_cast); None where it is no scheme."""
+    if method in SCHEMES:
+        return SCHEMES[method]
+    try:
+        return named(method)
+    except ValueError:
+        return None
+
+
 FAMILIES = ("plain", "FP8", "MX", "NVFP4", "integer", "NF4")
 
 
 def family(method: str) -> str:
     """The family of a scheme, for colours: read from its record."""
-    scheme: Scheme | None = SCHEMES.get(method) or (named(method) if INTEGER.fullmatch(method) else None)
+    scheme = scheme_named(method)
     if scheme is None:
         return "plain"
     if scheme.format.reach:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
@@ -266,8 +266,13 @@ class Tables:
         except Late as error:
             late = str(error)
             return lambda task: {MODEL: status(late)}
-        self.journal.add(self.rows(MODEL, Place(FILE, FILE, self.settings.seed), file))
+        self.journal.add(self.anew(self.rows(MODEL, Place(FILE, FILE, self.settings.seed), file)))
         return measure
+
+    def anew(self, rows: Sequence[Row]) -> list[Row]:
+        """Of rows those that the journal has not yet with the same value: the others keep the date of their measurement."""
+        known = {row.key: row.value for row in self.journal.rows}
+        return [row for row in rows if known.get(row.key) != row.value]
 
 
 def by_data(work: Callable[[dict[str, Values]], Values]) -> dict[str, Values]:

@@ -372,7 +372,7 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
             put(journal.rows)
         raise
     publish_run(name, paths.rows(name), rows, is_partial(settings))
-    if registry.EXPERIMENTS[name].trained:
+    if registry.EXPERIMENTS[name].trained and settings.asked is None:
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     seconds = time.perf_counter() - started

@@ -33,12 +33,12 @@ class CpuCapability:
     amx: bool
 
     def __str__(self) -> str:
-        flags = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8, "AMX": self.amx}
+        flags = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8}
         have = [name for name, there in flags.items() if there]
         lack = [name for name, there in flags.items() if not there]
-        parts = [self.instructions]
-        parts += [f"fast matmuls in {', '.join(have)}"] if have else []
-        parts += [f"none in {', '.join(lack)}"] if lack else []
+        parts = [f"{self.instructions}, {'with' if self.amx else 'no'} AMX"]
+        parts += [f"instructions for matmuls in {', '.join(have)}"] if have else []
+        parts += [f"not for {', '.join(lack)}"] if lack else []
         return "; ".join(parts)
 
 

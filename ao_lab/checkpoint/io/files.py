@@ -17,8 +17,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: Names of models on the Hub, and of their repositories: owner/name.
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -28,6 +30,8 @@ LARGEST_PAGE = 16 * 2**20
 
 def without(folder: Path, what: str, writers: str) -> str:
     """What to say of a folder that lacks `what`, which `writers` write; of a name on the Hub, the command that fetches it."""
+    if folder.is_file():
+        return f"{folder} is a file; give the folder that it lies in, {folder.parent}"
     if folder.exists():
         return f"{folder} has {what}; give a folder that {writers} wrote"
     if not ON_HUB.fullmatch(str(folder)):

@@ -166,7 +166,7 @@ def test_a_scheme_is_shown_in_words(capsys):
         ("nvfp4", 4.5, "16"),
         ("int8_rowwise", 8, "row"),
         ("fp8_128x128", 8 + 32 / 2**14, "128 x 128"),
-        ("nf4", 4.125, "64 flat"),
+        ("nf4", 4 + 8 / 64 + 32 / (64 * 256), "64 flat"),
     ],
 )
 def test_bits_of_a_value(name, bits, block):
@@ -296,6 +296,7 @@ def test_faults_keep_their_traceback(monkeypatch):
     ],
 )
 def test_compare_says_how_configurations_are_written(capsys, tmp_path, given, said):
+    (tmp_path / "config.json").write_text("{}")
     code, err = complaint(capsys, "compare", str(tmp_path), given)
     assert code == 2
     assert said in err

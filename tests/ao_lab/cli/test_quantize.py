@@ -22,7 +22,8 @@ from ao_lab import (
 from ao_lab.calibration.result import LayerResult
 from ao_lab.cli.app import main
 from ao_lab.cli.layout import SkippedLayers
-from ao_lab.cli.quantize import config_of, grouped
+from ao_lab.cli.named_config import config_of
+from ao_lab.cli.quantize import grouped
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.quantization.report import Layer
 

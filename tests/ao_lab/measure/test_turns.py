@@ -16,7 +16,7 @@ import torch
 import experiments
 from ao_lab.measure import turns
 from ao_lab.measure import turns as capture
-from ao_lab.measure.memory import Peak, resident
+from ao_lab.measure.memory import Peak, most_allocated, resident
 from ao_lab.measure.turns import recorded
 from experiments.harness.bench import spread
 from tests.experiments.harness.tiny import FakeWatch
@@ -198,6 +198,20 @@ def test_the_gpu_watch_puts_events_around_each_call(monkeypatch):
     log.clear()
     watch.seconds(calls, cold=True)
     assert log == ["flush", "a", "flush", "b", "sync"]
+
+
+def test_what_tensors_take_is_their_bytes():
+    """Exactly, at the same time and beyond what was there before; what is given back does not count twice."""
+
+    def work():
+        first = torch.ones(1000)
+        del first
+        kept = torch.ones(2000)
+        return kept, torch.ones(500)
+
+    assert most_allocated(torch.device("cpu"), work) == 4 * 2500
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert most_allocated(torch.device("cpu"), work) is None
 
 
 #: Elements of a block that glibc takes from its heap: 64 kB.

@@ -140,6 +140,12 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
         match=r"^quantize_: groups of 128 divide the inputs of no layer \(96, 160\); use group_size=32$",
     ):
         quantize_(nn.Sequential(nn.Linear(96, 64), nn.Linear(160, 64)), Int4WeightOnlyConfig(group_size=128))
+    layers = [nn.Linear(length, 8) for length in (96, 96, 200)]
+    with pytest.raises(
+        ValueError,
+        match=r"no layer \(96, 200\); use group_size=32, which fits 2 of 3 layers; for all of them use group_size=8$",
+    ):
+        quantize_(nn.Sequential(*layers), Int4WeightOnlyConfig(group_size=128))
     with pytest.raises(
         ValueError, match=r"groups of 4 divide the inputs of no layer \(9\); use one scale per row"
     ):

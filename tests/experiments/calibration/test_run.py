@@ -225,7 +225,7 @@ def test_the_page_has_both_pictures_and_a_table(reproduced):
     assert 0 < float(lines["gptq"][-2]) < 1
     assert "search by inputs" in lines
     assert page.main_finding(rows).startswith("tiny-llama, sympy-")
-    assert (place / "reports" / "calibration.html").is_file()
+    assert (place / "reports" / "index.html").is_file()
 
 
 def test_the_page_says_what_was_not_measured(reproduced):

@@ -77,7 +77,7 @@ def test_what_was_found_of_ones_own_model_is_shown(capsys, monkeypatch, tmp_path
     out, err = capsys.readouterr()
     assert "Mine, perplexity +1.0%." in out
     assert "Another" not in out
-    assert "ptq.html" in err
+    assert "index.html" in err
     assert main([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["written"], found["rows"]) == ([], [])

@@ -60,12 +60,17 @@ def test_each_configuration_has_speeds_sizes_and_memory(rows):
         whole = values(rows, "model", method)
         assert whole["status: ok"] == 1
         taken = [values(rows, batch, method)["memory of generating"] for batch in ("batch 1", "batch 4")]
-        assert whole["peak memory"] == pytest.approx(whole["size"] + max(taken), rel=1e-6)
+        # Of the weights in memory, whose float32 scales may take more than those of files.
+        assert whole["peak memory"] >= whole["size"] + max(taken)
         for batch in ("batch 1", "batch 4"):
             found = values(rows, batch, method)
             rates = [found[f"tokens/s, {loop}"] for loop in ("generate()", "own loop")]
             times = [found[f"time to first token, {loop}"] for loop in ("generate()", "own loop")]
             assert min(*rates, *times) > 0
+    for name in ("speedup of the own loop", "speedup of generate()"):
+        eight = values(rows, "batch 4", "int8wo")
+        assert eight[f"{name}, lowest"] <= eight[name] <= eight[f"{name}, highest"]
+        assert name not in values(rows, "batch 4", "bfloat16")
     dense, eight = (values(rows, "model", method) for method in ("bfloat16", "int8wo"))
     assert eight["size"] < dense["size"]
     assert (dense["logits, change"], eight["logits, change"] > 0) == (0, True)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import lzma
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import ao_lab
 from ao_lab.cli.app import main
 from ao_lab.eval import Harness, HarnessOptions, Tokens
+from ao_lab.intervals import half_interval
 from experiments.data import texts
 from experiments.data.texts import EvaluationText, mean_and_error, token_windows
 from experiments.harness.paths import Paths
@@ -29,7 +31,7 @@ from experiments.models.causal_lm import (
 )
 from experiments.ptq import page, real_page
 from experiments.ptq.real import real_tasks, run_real
-from experiments.report import accuracies
+from experiments.report import accuracies, model_values, own_models
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
@@ -120,13 +122,44 @@ def test_sizes_are_those_of_the_formats(reproduced):
     assert serving.DENSE not in base
 
 
-def test_its_pages_hold_no_published_value_of_another_model(reproduced):
-    place, _ = reproduced
-    for name in ("ptq.html", "ptq.md", "index.html", "scoreboard.html", "README.md", "limits.md"):
-        page = (place / "reports" / name).read_text()
-        assert "Llama-3" not in page, name
-        assert "ublished accurac" not in page, name
-    assert "tiny-llama" in (place / "reports" / "ptq.html").read_text()
+def test_its_report_is_one_page_of_this_model(reproduced):
+    """With its tables open and its figures; nothing of the project's own report, and no link that leads nowhere."""
+    place, rows = reproduced
+    reports = place / "reports"
+    assert {one.name for one in reports.iterdir() if one.suffix} == {"index.html", "README.md"}
+    html = (reports / "index.html").read_text()
+    linked = re.findall(r"""(?:src|href|srcset)=["']([^"'#]+)["']""", html)
+    assert [name for name in linked if not (reports / name).is_file()] == []
+    assert html.count('<details class="table"') == html.count(" open><summary>") == 2
+    for text in (html, (reports / "README.md").read_text()):
+        assert "tiny-llama" in text
+        assert not any(word in text for word in ("Llama-3", "ublished accurac", "WikiText", "not yet"))
+    assert [one.name for one in (reports / "data").iterdir()] == ["ptq.csv.gz"]
+    other = [replace(rows[0], table="quality/quick/sympy-1")]
+    assert not own_models.are_own({"ptq": rows, "formats": other}), "the project's own tables"
+    assert not own_models.are_own({"ptq": []})
+
+
+def test_values_for_programs_have_intervals_and_no_words(reproduced):
+    """Numbers with the two ends of their intervals, by Student's t over windows; words and reasons apart."""
+    _, rows = reproduced
+    found = {(one["metric"], one["method"], one["setting"]): one for one in model_values.values(rows)}
+    one = found["loss, change", "mxfp4_rceil", "weights"]
+    error = found["loss, standard error of the change", "mxfp4_rceil", "weights"]
+    half = half_interval(error["value"], 3)
+    assert one["interval_95"] == [one["value"] - half, one["value"] + half]
+    assert (one["model"], error["interval_95"]) == ("tiny-llama", None)
+    percent = found["perplexity, change", "mxfp4_rceil", "weights"]["interval_95"]
+    assert percent[1] - percent[0] == pytest.approx(200 * math.exp(one["value"]) * half)
+    assert not [metric for metric, *_ in found if ": " in metric]
+    assert {(one["name"], one["word"]) for one in model_values.words(rows)} == {
+        ("grid of the file's weights", "not stated: the folder's own weights")
+    }
+    lost = [replace(rows[0], metric="status: missing: groups of 64 divide the inputs of no layer (96)")]
+    assert model_values.missing([*rows, *lost]) == [
+        {"model": "tiny-llama", "setting": rows[0].setting, "method": rows[0].method,
+         "reason": "missing: groups of 64 divide the inputs of no layer (96)"}
+    ]  # fmt: skip
 
 
 def test_a_run_stopped_before_its_first_scheme_has_a_page(reproduced):
@@ -321,10 +354,7 @@ def test_a_model_of_the_scale_that_cannot_be_had_is_said_and_passed_over(tmp_pat
 
 def test_a_scheme_that_leaves_a_layer_dense_has_no_values(folder, tmp_path):
     """Blocks of 256 divide the layers of width 256 alone."""
-    asked = RealModels(models=(str(folder),), windows=1, length=16)
-    settings = replace(
-        settings_for("quick", "cpu", tmp_path), models=asked.models, asked=asked, only=("int4_g256",)
-    )
+    settings = replace(settings_for("quick", "cpu", tmp_path), models=(str(folder),), only=("int4_g256",))
     journal = Journal()
     failed = run_real(settings, journal)
     assert {(row.method, row.table.split("/")[2]) for row in failed} == {("int4_g256", "model")}
@@ -332,6 +362,13 @@ def test_a_scheme_that_leaves_a_layer_dense_has_no_values(folder, tmp_path):
         row.metric.startswith("status: missing: int4_g256 leaves 6 of 7 layers dense") for row in failed
     )
     assert {row.method for row in journal.rows} == {"file", "bfloat16"}
+    # Of a model that somebody names it is measured as `ao-lab compare` does, with the number of its layers.
+    asked = RealModels(models=settings.models, windows=2, length=32)
+    own = Journal()
+    assert run_real(replace(settings, asked=asked), own) == []
+    (section,) = real_page.real_sections(own.rows)
+    assert "int4_g256 (1 of 7 layers)" in [line[0] for line in section.tables[0].lines]
+    assert "int4_g256 (1 of 7 layers)" in real_page.real_findings(own.rows)[0]
 
 
 def test_tasks_of_the_harness_become_metrics(folder, monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ao_lab.intervals import half_interval
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
 from experiments.report import committed, history, pages, plots
@@ -393,6 +394,16 @@ def test_a_run_of_little_text_is_a_short_one_at_any_scale():
 def test_an_interval_over_books_counts_no_more_books_than_windows():
     rows = [row("real M/full/books-held-out", metric="windows", value=value) for value in (2.0, 32.0)]
     assert [Results([one]).count for one in rows] == [2, 7]
+
+
+def test_an_interval_is_over_the_windows_of_its_own_line():
+    """A part of a table that was measured again on another number of windows has another quantile."""
+    rows = [row(metric="windows", value=4.0), row(metric="error", value=1.0)]
+    rows += [replace(one, method="again", value=one.value * (32 if number == 0 else 1) / (4 if number == 0 else 1))
+             for number, one in enumerate(rows)]  # fmt: skip
+    results = Results(rows)
+    first, again = (results.half(one.setting, one.method, "error") for one in (rows[0], rows[2]))
+    assert (first, again) == (half_interval(1.0, 4), half_interval(1.0, 32))
 
 
 def sizes_of(figure):

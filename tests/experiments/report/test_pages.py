@@ -162,8 +162,9 @@ def test_results_are_grouped_by_run(rows):
 
 def test_families_and_numbers():
     assert [
-        family(name) for name in ("float32", "fp8_rowwise", "mxint8", "te.nvfp4", "int8_rowwise", "nf4")
-    ] == ["plain", "FP8", "MX", "NVFP4", "integer", "NF4"]
+        family(name)
+        for name in ("float32", "fp8_rowwise", "mxint8", "te.nvfp4", "int8_rowwise", "nf4", "int4_g32_cast")
+    ] == ["plain", "FP8", "MX", "NVFP4", "integer", "NF4", "integer"]
     assert [number(value, 1) for value in (None, float("nan"), float("inf"), 1.25)] == [
         "",
         "NaN",

@@ -118,9 +118,9 @@ def test_instructions_that_users_take_away_are_not_there():
     found = printed(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
     assert found.startswith(("DEFAULT", "NO AVX"))
     if not cpu_capability().instructions.startswith("SVE"):
-        assert found.endswith("none in bfloat16, float16, int8, AMX")
+        assert found.endswith("no AMX; not for bfloat16, float16, int8")
 
 
 def test_a_line_for_people():
     have = CpuCapability(instructions="AVX512", bfloat16=True, float16=False, int8=True, amx=False)
-    assert str(have) == "AVX512; fast matmuls in bfloat16, int8; none in float16, AMX"
+    assert str(have) == "AVX512, no AMX; instructions for matmuls in bfloat16, int8; not for float16"

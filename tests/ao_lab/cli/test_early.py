@@ -1,0 +1,50 @@
+"""What is refused before torch is imported: in one process, that never imports it."""
+
+import subprocess
+import sys
+
+from ao_lab.cli.early import NAMED_TEXTS
+from ao_lab.eval import NAMED
+
+COMMANDS = {
+    "there is no folder nowhere": ["compare", "nowhere"],
+    "there is no folder nothere": ["eval", "nothere"],
+    "there is no folder away": ["quantize", "away", "out", "--config", "mxfp4"],
+    "model/config.json is a file; give the folder that it lies in, model": ["quantize", "model/config.json", "out"],
+    "--text none.txt is no file": ["compare", "model", "--text", "none.txt"],
+    "--calibration no.txt is no file": ["compare", "model", "--calibration", "no.txt"],
+    "--limit 0: --limit is at least 1": ["compare", "model", "--limit", "0"],
+    "--length 1: ": ["eval", "model", "--length", "1"],
+    "--new-tokens -1: ": ["compare", "model", "--new-tokens", "-1"],
+    "give a model (--model DIR) or shapes": ["bench"],
+    "the nearest are mxfp4": ["quantize", "model", "out", "--config", "mxfp5"],
+    "has no option group; the nearest is group_size": ["quantize", "model", "out", "--config", "Int4WeightOnlyConfig group=3"],
+    "in quotes: --config 'Int4WeightOnlyConfig group_size=32'": [
+        "quantize", "model", "out", "--config", "Int4WeightOnlyConfig,group_size=32",
+    ],
+}  # fmt: skip
+PROGRAM = """
+import sys
+from ao_lab.cli.app import main
+for arguments in {commands!r}:
+    assert main(arguments) == 2, arguments
+    assert "torch" not in sys.modules, arguments
+main(["pretrained"])
+assert "torch" not in sys.modules
+"""
+
+
+def test_mistakes_are_answered_without_torch(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    program = PROGRAM.format(commands=list(COMMANDS.values()))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert [words for words in COMMANDS if words not in said] == []
+
+
+def test_names_are_those_of_the_texts():
+    assert set(NAMED_TEXTS) == set(NAMED)
