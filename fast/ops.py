@@ -113,7 +113,11 @@ def register(
     save: Callable[..., Any] | None = None,
     schema: str | None = None,
 ) -> Any:
-    """The operator `ao_lab::name`; schema: None for that of the implementation's annotations."""
+    """The operator `ao_lab::name`; schema: None for that of the implementation's annotations. Without a backward, what comes of
+    operands that require a gradient raises NotImplementedError where it is differentiated."""
+    schema = torch.library.infer_schema(implementation, mutates_args=()) if schema is None else schema
+    if backward is None:
+        implementation = _without_gradient(name, implementation)
     operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_vmap(_one_by_one(operator))
@@ -129,14 +133,51 @@ def _call_directly(operator: Any, implementation: Callable[..., Any], differenti
 
     A compiled training step calls four such operators a layer, and that wrapping, which records gradients and compares the
     memory of results with that of arguments, takes the host longer than a prepared launch. Where there is no gradient none is
-    recorded, on CPUs either: the functions detach what they give to such operators (`fast.dispatch`). Memory is compared on
-    CPUs still, where the same implementations are tested.
+    recorded, on CPUs either: the functions detach what they give to such operators (`fast.dispatch`), and what a direct call
+    gives refuses to be differentiated (`_without_gradient`). Memory is compared on CPUs still, where the same implementations
+    are tested.
     """
     name = operator._opoverload._schema.name
     for key in () if differentiable else ("AutogradCPU", "AutogradCUDA"):
         operator._lib.impl(name, torch.library.fallthrough_kernel, key)
     # Called between graphs of a compiled function, an implementation is not compiled itself.
     operator._lib.impl(name, torch._disable_dynamo(implementation), "CUDA")
+
+
+def _without_gradient(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation, whose results raise where they are differentiated, instead of losing the gradient without a word."""
+    refused = (
+        f"torch.ops.ao_lab.{name} has no gradient: it rounds. ao_lab.fake_quantize is the same rounding with a "
+        "straight-through gradient, fast.linear multiplies by quantized weights with one for x; or call it in torch.no_grad()"
+    )
+
+    @functools.wraps(implementation)
+    def call(*args: Any) -> Any:
+        result = implementation(*args)
+        if not torch.is_grad_enabled() or not any(map(_requires_gradient, args)):
+            return result
+        parts = [result] if isinstance(result, torch.Tensor) else list(result)
+        parts = [_Refusing.apply([one], refused, *args) if one.is_floating_point() else one for one in parts]  # type: ignore[no-untyped-call]
+        return parts[0] if isinstance(result, torch.Tensor) else type(result)(parts)
+
+    return call
+
+
+def _requires_gradient(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
+
+
+class _Refusing(torch.autograd.Function):
+    """The tensor of a list as it is, with an error for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, result: list[torch.Tensor], message: str, *args: Any) -> torch.Tensor:
+        ctx.message = message
+        return result[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(ctx.message)
 
 
 def _differentiable(

@@ -22,7 +22,7 @@ from ao_lab.checkpoint.io.markdown import LONGEST_NOTE, number, one_line, prose,
 from ao_lab.checkpoint.records import Weight
 from ao_lab.config.compressed_tensors import common_name
 from ao_lab.quantization.report import Report
-from ao_lab.transforms.report import ATTRIBUTE, CHANGES, folded_names
+from ao_lab.transforms.report import ATTRIBUTE, CHANGES, CONFIGURATIONS, LOADED, folded_names
 
 #: Names of layers that a sentence gives at most.
 MOST_LAYERS = 12
@@ -45,6 +45,10 @@ class History:
     rounded: tuple[str, ...] = ()
     #: What `Config.for_layout` changed in the configuration, a sentence each.
     changes: tuple[str, ...] = ()
+    #: The configurations that `quantize_` was given, as text.
+    configurations: tuple[str, ...] = ()
+    #: Whether all quantized weights were rounded to nearest here, and none was found by methods or loaded.
+    nearest: bool = False
 
     @property
     def methods(self) -> dict[str, int]:
@@ -67,7 +71,16 @@ def history_of(model: nn.Module) -> History:
     calibrated = tuple(one.calibrated for one in report.changed if one.calibrated is not None)
     rounded = tuple(one.name for one in report.changed if one.calibrated is None) if calibrated else ()
     trained = trained_by(one.reason for one in report.layers)
-    return History(trained, calibrated, rounded, getattr(model, CHANGES, ()))
+    asked = getattr(model, CONFIGURATIONS, ())
+    here = bool(asked) and not any(one.reason.startswith(LOADED) for one in report.changed)
+    return History(
+        trained,
+        calibrated,
+        rounded,
+        getattr(model, CHANGES, ()),
+        asked,
+        here and not calibrated and not trained,
+    )
 
 
 def trained_by(reasons: Iterable[str]) -> str:
@@ -98,7 +111,8 @@ def made_of(
     """
     source = f"Quantized from {linked(base)}" if base else "A quantized model"
     source += " (a local folder)" if base and local else ""
-    by = f" with `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
+    asked = command or " and ".join(f"ao_lab.quantize_(model, {one})" for one in history.configurations)
+    by = f" with `{one_line(asked, LONGEST_NOTE).replace('`', '')}`" if asked else ""
     data = data_of(command, history)
     words = methods_of(command, history, data)
     if history.trained:
@@ -107,7 +121,7 @@ def made_of(
         words = [f"{how} ({'; '.join(dict.fromkeys(schemes))})", end]
     if any("input_scale" in weight.names for weight in weights):
         words.append("static activation scales")
-    elif command and not data:
+    elif (command or history.nearest) and not data:
         words.append("without calibration data")
     return f"{source}{by}: {', '.join(words)}." if words else f"{source}{by}."
 
@@ -124,7 +138,8 @@ def methods_of(command: str | None, history: History, data: str) -> list[str]:
     asked: Any = re.findall(r"--method[ =](\w+)", command or "")
     counted = [f"{prose(name)} ({count} layer{'s' * (count > 1)})" for name, count in history.methods.items()]
     if not asked and not counted:
-        return ["weights rounded to nearest"] if command and "--plan" not in command else []
+        plain = history.nearest if command is None else "--plan" not in command
+        return ["weights rounded to nearest"] if plain else []
     words = [f"weights quantized by {', '.join(asked or counted)}{data}"]
     if asked and counted:
         words.append(f"kept: {', '.join(counted)}")

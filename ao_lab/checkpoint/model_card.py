@@ -44,7 +44,7 @@ from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
 from ao_lab.eval import told_values
-from ao_lab.install.versions import __version__
+from ao_lab.install.versions import __version__, address
 from ao_lab.intervals import MEANING
 from ao_lab.kv_cache.static_scales import cache_scheme_of
 from ao_lab.transforms.layers import full_name
@@ -221,7 +221,7 @@ def model_card(
         loading(contents, path.resolve().name, notes),
         *generating(contents, path.resolve(), "" if local else base),
         *differences(contents, notes),
-        f"{WRITTEN}{__version__}.",
+        f"{WRITTEN}{__version__}{f' ({address()})' if address() else ''}.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -222,7 +222,6 @@ def run_plan(
         history=history_of(model),
     )
     told = {**where.told(saved.limits), "tensors": tensors, "beside": files, "plan": choice.heading()}
-    told["undivided"] = ""  # what a plan leaves dense it says by name
     quantize.show(report, saved, before, SkippedLayers(None), told, as_json)
 
 

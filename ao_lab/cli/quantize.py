@@ -385,8 +385,9 @@ def show(
         print_json({**told, "files": written, **sizes, "layers": rows})
         return
     console().print(summary(report, saved, before))
-    if told["undivided"]:
-        console().print(told["undivided"], markup=False)
+    # A plan names each layer that it leaves, and so has no such line.
+    if undivided := told.get("undivided"):
+        console().print(undivided, markup=False)
     say(told)
     # Of a model that was not pruned two columns would say nothing.
     empty = {"sparsity": "", "storage": "dense"}

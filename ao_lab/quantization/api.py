@@ -48,7 +48,7 @@ from ao_lab.transforms.layers import (
     untying,
 )
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
-from ao_lab.transforms.report import ATTRIBUTE, remember_changes
+from ao_lab.transforms.report import ATTRIBUTE, remember_changes, remember_configuration
 
 if TYPE_CHECKING:
     from ao_lab.calibration.run import Request
@@ -103,6 +103,13 @@ def configs_of(config: object) -> list[object]:
     """A configuration, or those that FqnToConfig names."""
     configs = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]
     return [one for one in configs if one is not None]
+
+
+def tells_most(config: object) -> bool:
+    """Whether a configuration is the one, of the two that two steps were given, which a model card names: the one that trains,
+    and the one that quantizes what was observed."""
+    prepares = isinstance(config, Config) and config.prepares
+    return prepares if hasattr(config, "base_config") else not prepares
 
 
 def _observes(config: object) -> bool:
@@ -195,6 +202,8 @@ def quantize_(
     with untying(model):
         report = run(call)
     remember_changes(model, getattr(config, "changes", ()))
+    if tells_most(config):
+        remember_configuration(model, repr(config))
     if preshuffle(model):
         report = explain(model)
         object.__setattr__(model, ATTRIBUTE, report)

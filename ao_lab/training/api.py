@@ -28,7 +28,15 @@ from ao_lab.training.layers import (
     unsupported_reason,
 )
 from ao_lab.training.products import PRODUCTS, has_fp8
-from ao_lab.transforms.layers import TABLES, check_model, is_experts, is_linear, routers, shorten
+from ao_lab.transforms.layers import (
+    TABLES,
+    check_model,
+    full_name,
+    is_experts,
+    is_linear,
+    routers,
+    shorten,
+)
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
 from ao_lab.transforms.report import folded_names
 from reference.arrays.namespace import choice
@@ -99,8 +107,9 @@ def convert_for_training_(
     """Let linear layers of `model` train in low precision by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a
     record.
 
-    filter_fn(module, name) selects modules. Default: all nn.Linear except routers, and (unless `experts` is False) modules of
-    batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped matmuls.
+    filter_fn(module, name) selects modules. Default: all nn.Linear except routers and adapters of PEFT, and (unless `experts`
+    is False) modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's
+    grouped matmuls.
     Modules, parameters, names and hooks stay the same: checkpoints load both ways, and optimizers need no change. Layers whose
     dimensions the recipe does not support, and subclasses of nn.Linear, are left and listed with the reason; layers prepared
     for QAT (without learned scales) first round their operands and then train with the recipe. Other modules with matrices
@@ -141,6 +150,7 @@ def convert_for_training_(
     return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused, slow)
 
 
+ADAPTER = "an adapter trains in its own dtype; a filter_fn that selects it converts it too"
 ROUTER = "it routes tokens to experts"
 QUANTIZED = (
     "its weight is quantized, and recipes train dense weights: convert the model before it is quantized, or train adapters "
@@ -168,7 +178,8 @@ def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, exp
     def linear_or_experts(module: nn.Module, name: str) -> tuple[bool, str]:
         return is_candidate(module, experts) or isinstance(module, nn.Linear), REFUSED
 
-    routing = dict.fromkeys(routers(model), ROUTER) if filter_fn is None else {}
+    kept = dict.fromkeys(routers(model), ROUTER) | dict.fromkeys(adapters(model), ADAPTER)
+    routing = kept if filter_fn is None else {}
     select = Selection(filter_fn, linear_or_experts, routing)
     for name, module in model.named_modules(remove_duplicate=False):
         candidate = is_candidate(module, experts)
@@ -194,6 +205,17 @@ def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, exp
     _check_any(found, unsupported, settings)
     check_called(model, found.chosen.values())
     return found
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """Names of the layers that PEFT has put beside others (`lora_A`, `lora_B`, ...), as classes of its layers list them."""
+    names = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute in getattr(type(module), "adapter_layer_names", ()):
+            beside = getattr(module, attribute, None)
+            inner = beside.named_modules(remove_duplicate=False) if isinstance(beside, nn.Module) else ()
+            names += [f"{full_name(path, attribute)}.{name}".rstrip(".") for name, _ in inner]
+    return names
 
 
 def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> None:

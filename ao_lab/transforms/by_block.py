@@ -145,7 +145,6 @@ class ByBlock(Capture):
     #: Of the block that runs: what its input is like, and all that it was given.
     like: Like | None = None
     given: Given = field(default_factory=list)
-    unread: Unread | None = None
     #: The last batches, which wait for the blocks, and their bytes on the device.
     group: list[Call] = field(default_factory=list)
     held_back: int = 0
@@ -191,29 +190,34 @@ class ByBlock(Capture):
     @contextmanager
     def stood_in(self) -> Iterator[None]:
         """Calls of blocks return tensors that nothing may read."""
-        self.stage, self.unread = Stage.AROUND, Unread()
+        self.stage, unread = Stage.AROUND, Unread()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.around())
                 for index, module in enumerate(self.blocks.values()):
-                    stack.enter_context(_forward(module, partial(self._stand_in, index)))
-                stack.enter_context(self.unread)
+                    stack.enter_context(_forward(module, partial(self._stand_in, index, unread)))
+                stack.enter_context(unread)
                 yield
         finally:
-            self.stage, self.unread = Stage.WHOLE, None
+            self.stage = Stage.WHOLE
 
-    def _stand_in(self, index: int, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in(self, index: int, unread: Unread, *args: Any, **kwargs: Any) -> Any:
         """In place of a block's forward: an output of the form that the first batch's had."""
-        assert self.like is not None
-        assert self.unread is not None
-        new = partial(self.unread.new, self.like)
+        new = partial(unread.new, self.first)
         return replaced(self.forms[index], lambda leaf: None if leaf is None else new())
+
+    @property
+    def first(self) -> Like:
+        """What inputs of the blocks are like; RuntimeError before a block was given one."""
+        if self.like is None:
+            block = next(iter(self.blocks), "a block")
+            raise RuntimeError(f"no input has reached {block}; run a batch through the model first")
+        return self.like
 
     def is_full(self, call: Call) -> bool:
         """Whether no other batch of this size may wait beside those that do."""
-        assert self.like is not None
         outputs = max(sum(leaf is not None for leaf in leaves(form)) for form in self.forms)
-        size = self.like.bytes * outputs + sum(x.nbytes for x in tensors([call[0], list(call[1].values())]))
+        size = self.first.bytes * outputs + sum(x.nbytes for x in tensors([call[0], list(call[1].values())]))
         self.held_back += size
         return self.held_back + size > self.waiting
 
@@ -289,8 +293,7 @@ class ByBlock(Capture):
         self.given = []
 
     def _form_of(self, output: Any, name: str) -> Any:
-        assert self.like is not None
-        return form_of(output, self.like, self.given, name)
+        return form_of(output, self.first, self.given, name)
 
     def check_output(self, x: torch.Tensor, name: str) -> None:
         """ValueError for NaN or infinity, where there are values."""

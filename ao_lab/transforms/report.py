@@ -20,6 +20,10 @@ ATTRIBUTE = "ao_lab_report"
 SPARSITY = "ao_lab_sparsity"
 #: Where it keeps what `Config.for_layout` changed in the configurations that it was quantized by.
 CHANGES = "ao_lab_changes"
+#: What the reasons of layers begin with whose weights a folder had.
+LOADED = "loaded, as "
+#: Where it keeps the configurations that it was quantized by, as text.
+CONFIGURATIONS = "ao_lab_configurations"
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,11 @@ def remember_changes(model: nn.Module, changes: Sequence[str]) -> None:
     """Keep with the model, for its card, what `Config.for_layout` changed in a configuration."""
     if changes:
         object.__setattr__(model, CHANGES, (*dict.fromkeys((*getattr(model, CHANGES, ()), *changes)),))
+
+
+def remember_configuration(model: nn.Module, told: str) -> None:
+    """Keep with the model, for its card, a configuration that it was quantized by."""
+    object.__setattr__(model, CONFIGURATIONS, (*dict.fromkeys((*getattr(model, CONFIGURATIONS, ()), told)),))
 
 
 # State of an earlier training that lies in the folder from which a model of transformers came: `save_pretrained` writes learned

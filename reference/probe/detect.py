@@ -4,7 +4,8 @@ Outputs y of a kernel are compared twice. **Coarse**, with the exact product of 
 the right kernel of the specification: a kernel may round otherwise (another order of scaling, ties, powers of two as scales)
 and still has to lose as little. **Fine**, with the exact product of the quantized operands, where most tokens show that the
 kernel's codes are those of the specification: then sums alone are left to err, and float32 sums in any order lose less
-than what `sum_error` finds for one term after the other. Channels and tokens have standard errors over the other axis; five
+than what `sum_error` finds for one term after the other; what another convention of scales adds is no error of sums
+(`reference.probe.rescaled`). Channels and tokens have standard errors over the other axis; five
 of them, and some more error than the right one has, are asked for.
 """
 
@@ -24,6 +25,7 @@ from reference.matmul.matmul import matmul
 from reference.probe.drift import difference
 from reference.probe.estimates import F64, Estimate, mean, quantile
 from reference.probe.faults import Case
+from reference.probe.rescaled import rescaled
 
 #: Standard errors that make a fault, and how much more error than a right kernel's at least. With scales that are powers of two
 #: the largest element of a row is rounded too, which is all of some rows' error (1.27 times; a cast that truncates: from 1.33).
@@ -40,6 +42,8 @@ MORE_TIES = 2.0
 CLOSE = 0.25
 #: The test of sums, where codes are the specification's.
 SUMS = "error of sums"
+#: What stands in its place where scales are of another convention.
+SCALES = "another convention of scales"
 #: Terms of a chain of the tensor core whose sums are added in float32.
 PROMOTED = 128
 #: Tokens and channels that a simulation of sums takes; their error may be so many times as large.
@@ -104,8 +108,10 @@ def findings(
     if not rows.any():
         return []
     same = _same_codes(case, y[rows], rows, quantized)
-    found = [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same)]
-    return found + (list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else [])
+    fine = list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else []
+    if not quantized and any(one.found for one in fine) and rescaled(case, y[rows], rows):
+        same, fine = False, [Finding(case.name, SCALES, fine[0].error, fine[0].error, 0.0)]
+    return [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same), *fine]
 
 
 def _coarse(case: Case, y: F64, rows: Any) -> Iterator[Finding]:

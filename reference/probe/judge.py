@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reference.formats.encode import decode, encode
-from reference.probe.detect import ERRORS, SUMS, Finding, findings, rounded
+from reference.probe.detect import ERRORS, SCALES, SUMS, Finding, findings, rounded
 from reference.probe.estimates import F64
 from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
 from reference.quantize.quantize import dequantize, quantize
@@ -59,7 +59,12 @@ class KernelReport:
     @property
     def same_values(self) -> bool:
         """Whether its quantized values are those of the specification, so that its sums were compared too."""
-        return any(one.test == SUMS for one in self.findings)
+        return any(one.test == SUMS for one in self.findings) and not self.other_scales
+
+    @property
+    def other_scales(self) -> bool:
+        """Whether its scales are of another convention than the specification's, which is no fault."""
+        return any(one.test == SCALES for one in self.findings)
 
     def __str__(self) -> str:
         return "\n".join([*(self._right() if self.ok else self._faulty()), *self.refused])
@@ -69,11 +74,14 @@ class KernelReport:
         ratio = (
             f"{most.error / most.right:.2f} times a right kernel's error" if most.right else "an error of 0"
         )
-        values = (
-            "its quantized values are those of the specification"
-            if self.same_values
-            else "its quantized values are not all those of the specification, so that sums were not compared"
-        )
+        values = "its quantized values are those of the specification"
+        if not self.same_values:
+            what = (
+                "scales are of another convention than the specification's"
+                if self.other_scales
+                else "quantized values are not all those of the specification (another convention of scales or of rounding)"
+            )
+            values = f"its {what}, so that sums were not compared"
         return [
             f"a right kernel, as far as {len(self.findings)} tests tell: {first.test} {first.error:.3g}, that of the "
             f"specification {first.right:.3g}; {values}",

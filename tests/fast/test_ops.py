@@ -103,9 +103,16 @@ def test_between_graphs_implementations_are_not_compiled():
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_operators_that_have_no_gradient_record_none():
-    values = torch.ops.ao_lab.both_values(WIDE.clone().requires_grad_(), "mxfp8_e4m3")
-    assert not any(one.requires_grad for one in values)
+def test_operators_that_have_no_gradient_refuse_one():
+    """A gradient that was asked for is an error and no silent zero, on GPUs too; where none is, nothing is recorded."""
+    x, operator = WIDE.clone().requires_grad_(), torch.ops.ao_lab.both_values.default
+    plain, keys = operator(WIDE, "mxfp8_e4m3"), torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for values in (operator(x, "mxfp8_e4m3"), operator.redispatch(keys, x, "mxfp8_e4m3")):
+        assert all(torch.equal(one, other) for one, other in zip(values, plain, strict=True))
+        with pytest.raises(NotImplementedError, match=r"both_values has no gradient.*ao_lab\.fake_quantize"):
+            values[0].sum().backward()
+    with torch.no_grad():
+        assert not any(one.requires_grad for one in operator(x, "mxfp8_e4m3"))
 
 
 def test_operators_without_a_gradient_say_so():

@@ -8,6 +8,7 @@ one rounding to the layer's scheme - or the words of an error.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,10 @@ def trainer(made: Any, folder: Path, **fields: Any) -> Any:
         str(folder), per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
         learning_rate=1e-3, **given,
     )  # fmt: skip
-    loop = transformers.Trainer(model=made, args=args, train_dataset=rows, eval_dataset=rows)
+    with warnings.catch_warnings():
+        # Said of models without adapters, which these loops train nonetheless.
+        warnings.filterwarnings("ignore", "Trainer: .* quantized and frozen", UserWarning)
+        loop = transformers.Trainer(model=made, args=args, train_dataset=rows, eval_dataset=rows)
     loop.remove_callback(transformers.PrinterCallback)
     return loop
 

@@ -38,7 +38,7 @@ from ao_lab.checkpoint.records import (
 from ao_lab.quantization.report import Report, described_layer
 from ao_lab.tensor.metadata import stored_shape
 from ao_lab.transforms.layers import quantizable_parameters
-from ao_lab.transforms.report import ATTRIBUTE
+from ao_lab.transforms.report import ATTRIBUTE, LOADED
 
 #: Of a folder and its `quantization_config`; ValueError that names the folder and the rule for what no scheme represents.
 Reader = Callable[[Folder, Mapping[str, Any]], Records]
@@ -124,7 +124,7 @@ def tell(model: nn.Module, records: Records, folder: Folder) -> None:
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     for name, weight in records.weights.items():
         source = f"{weight.method} ({weight.format})" if weight.format else weight.method
-        reasons[name] = f"loaded, as {source} stored it"
+        reasons[name] = f"{LOADED}{source} stored it"
     found = [described_layer(slot, reasons) for slot in quantizable_parameters(model)]
     object.__setattr__(model, ATTRIBUTE, Report(tuple(found)))
     for reason in dict.fromkeys(records.left_out.values()):

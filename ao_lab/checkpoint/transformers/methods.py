@@ -48,11 +48,14 @@ from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
 from ao_lab.transforms.layers import is_converted
+from ao_lab.transforms.report import folded_names
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
 OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
     "variant": (None,), "distributed_checkpoint": (False,), "push_to_hub": (False,),
 }  # fmt: skip
+#: Parameters that a warning names at most.
+MOST_NAMES = 6
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -339,11 +342,32 @@ def load_into(model: Any, folder: str | Path) -> Any:
     return unwrapped(model).load_state_dict(whole_weights(found, records_of(found)), strict=False)
 
 
-def register() -> None:
-    """Let `Trainer` resume from folders in our layout, and find its best model there; a second call does nothing."""
-    from transformers.trainer import Trainer
+#: What `Trainer` is told of before it trains a model whose layers are quantized, and nothing that is made for that.
+FROZEN = (
+    "Trainer: {} of the model are quantized and frozen, and there are no adapters: only {} train ({}). To fine-tune the layers "
+    "too, add adapters (peft.get_peft_model), or train before quantizing (QATConfig(config, step='prepare'))"
+)
 
-    kind: Any = Trainer
+
+def warn_of_frozen(model: Any) -> None:
+    """A UserWarning where `Trainer` is given a quantized model without adapters: it would train norms and tables alone."""
+    adapters = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+    frozen = sum(map(holds_quantized, model.parameters()))
+    if not frozen or adapters or any(isinstance(module, QATModule) for module in model.modules()):
+        return
+    train = dict.fromkeys((name for name, one in model.named_parameters() if one.requires_grad), "")
+    names, matrices = folded_names(train), f"{frozen} weights"
+    told = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    said = FROZEN.format(matrices, f"{len(train)} unquantized parameters", told or "none")
+    warnings.warn(said, stacklevel=4)
+
+
+def register() -> None:
+    """Let `Trainer` resume from folders in our layout, and find its best model there, and say what it will not train; a second
+    call does nothing."""
+    from transformers import trainer
+
+    kind: Any = trainer.Trainer
     resume, best = kind._load_from_checkpoint, kind._load_best_model
     if getattr(resume, "of_ao_lab", False):
         return
@@ -364,6 +388,15 @@ def register() -> None:
         else:
             best(self)
 
+    known: Any = trainer
+    checked = known.validate_quantization_for_training
+
+    @functools.wraps(checked)
+    def validate_quantization_for_training(model: Any) -> None:
+        checked(model)
+        warn_of_frozen(model)
+
+    known.validate_quantization_for_training = validate_quantization_for_training
     _load_from_checkpoint.of_ao_lab = True  # type: ignore[attr-defined]
     kind._load_from_checkpoint, kind._load_best_model = _load_from_checkpoint, _load_best_model
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import ao_lab
 from ao_lab import (
     AWQ,
     GPTQ,
@@ -211,8 +212,23 @@ def test_a_card_after_qat(tmp_path):
         assert matter["base_model"] == "owner/base"
         assert tag in matter["tags"]
         assert said in body
+        assert "QATConfig(base_config=Int8DynamicActivationIntxWeightConfig(weight_dtype='int4')" in body
+        assert "calibration" not in body
     save_pretrained(model, tmp_path / "named", config=LLAMA, layout="ao_lab", base_model="owner/other")
     assert front((tmp_path / "named" / "README.md").read_text())[0]["base_model"] == "owner/other"
+
+
+def test_a_card_from_python_says_how(tmp_path, monkeypatch):
+    """Configuration and rounding; neither of weights that a folder had. And where ao_lab is to be had, once that is known."""
+    monkeypatch.setattr("ao_lab.checkpoint.model_card.address", lambda: "https://host.invalid/it")
+    saved(tmp_path / "a", "int8_g32")
+    body = (tmp_path / "a" / "README.md").read_text()
+    said = "with `ao_lab.quantize_(model, SchemeConfig(scheme='int8_g32'))`: weights rounded to nearest, without calibration"
+    assert said in body
+    assert f"Written by ao_lab {ao_lab.__version__} (https://host.invalid/it)." in body
+    assert is_ours(body)
+    save_pretrained(ao_lab.load_pretrained(tmp_path / "a", small_model()), tmp_path / "b", config=LLAMA)
+    assert "rounded to nearest" not in (tmp_path / "b" / "README.md").read_text()
 
 
 def test_a_folder_whose_card_names_its_model_is_called_so(tmp_path):
@@ -259,7 +275,11 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
     given = {"config": {**LLAMA, "_name_or_path": str(base)}, "base_model": str(base)}
     save_pretrained(model, tmp_path / "a", **given)
     body = front((tmp_path / "a" / CARD).read_text())[1]
-    assert "Quantized from `base` (a local folder): weights quantized by " in body
+    assert (
+        "Quantized from `base` (a local folder) with `ao_lab.quantize_(model, Int4WeightOnlyConfig(scheme="
+        in body
+    )
+    assert ")`: weights quantized by " in body
     assert re.search(r"\w \(\d layers?\).* on 64 tokens of calibration data", body)
     assert "`lm_head.weight` rounded to nearest" in body
     assert config.changes

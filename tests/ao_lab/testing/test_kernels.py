@@ -155,8 +155,30 @@ def test_8_bits_with_other_scales_beside_4():
     given = {"scheme": "fp8_rowwise", "weight_scheme": "mxfp4"}
     report = probe_kernel(kernel, **given)
     assert report.ok, report
+    assert "another convention of scales or of rounding" in str(report)
     report = probe_kernel(lambda x, w: x @ fast.fake_quantize(w, "mxfp4").T, **given)
     assert "x is not quantized" in str(report)
+
+
+@pytest.mark.parametrize(
+    "scale_of",
+    [lambda amax: (amax / 127).bfloat16().float(), lambda amax: amax / 127.5],
+    ids=["bfloat16", "127.5"],
+)
+def test_scales_of_another_convention(scale_of):
+    """A right W4A8 kernel that stores the scales of x in bfloat16, or maps amax onto 127.5: said, and no fault."""
+
+    def kernel(x, w):
+        scale = scale_of(x.abs().amax(1, keepdim=True).clamp_min(1e-30))
+        return (x / scale).round().clamp(-127, 127) * scale @ fast.fake_quantize(w, "int4_g32").T
+
+    report = probe_kernel(kernel, scheme="int8_rowwise", weight_scheme="int4_g32", **SMALL)
+    assert report.ok, report
+    assert report.other_scales
+    assert not report.same_values
+    assert "scales are of another convention than the specification's, so that sums were not compared" in str(
+        report
+    )
 
 
 def test_calls_that_differ_and_lengths_that_a_kernel_refuses():

@@ -219,3 +219,21 @@ def test_adapters():
     assert type(merged[0]) is LowPrecisionLinear
     assert before is None or not torch.equal(merged[0].weight, before)
     assert ao_lab.convert_from_training_(merged) == ("0", "1")
+
+
+def test_adapters_stay_unless_they_are_selected():
+    """peft before converting: `lora_A` and `lora_B` train in their own dtype, which the report says."""
+    from peft import LoraConfig, get_peft_model
+
+    def tuned():
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        return get_peft_model(net, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))
+
+    report = ao_lab.convert_for_training_(tuned(), "rowwise", pad=True)
+    assert [name.rpartition("model.")[2] for name in report.changed] == ["0.base_layer", "1"]
+    said = "an adapter trains in its own dtype; a filter_fn that selects it converts it too"
+    assert list(report.left.values()) == [said, said]
+    every = ao_lab.convert_for_training_(
+        tuned(), "rowwise", lambda m, name: isinstance(m, nn.Linear), pad=True
+    )
+    assert len(every.changed) == 4

@@ -157,7 +157,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("how", ["HfConfig", "quantize_"])
 def test_trainer(how, tmp_path):
-    """Quantized weights are frozen, what is dense trains, and the checkpoint is a folder that reads back."""
+    """Quantized weights are frozen, what is dense trains, which is said; and the checkpoint is a folder that reads back."""
     pytest.importorskip("accelerate", reason="Trainer needs it")
     dense_model("LlamaForCausalLM")[0].save_pretrained(tmp_path / "dense")
     given = {"quantization_config": HfConfig(INT8)} if how == "HfConfig" else {}
@@ -175,7 +175,10 @@ def test_trainer(how, tmp_path):
         disable_tqdm=True,
     )
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-    transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
+    told = r"weights of the model are quantized and frozen.*only \d+ unquantized parameters train \(model\.embed_tokens.*peft"
+    with pytest.warns(UserWarning, match=told):
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
     assert not torch.equal(table, model.model.embed_tokens.weight)
     assert torch.equal(codes, model.model.layers[0].mlp.up_proj.weight.codes)
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2")
