@@ -78,8 +78,8 @@ def policy_lines(settings: Settings) -> Iterator[Line]:
 
 
 def speed_lines(settings: Settings) -> Iterator[Turns]:
-    """Part "speed", nothing without a GPU: first the cases that a deadline left without rows, those that compile for minutes
-    behind the brief ones."""
+    """Part "speed", nothing without a GPU: first tables, whose kernel is new, and the cases that a deadline left without rows,
+    those that compile for minutes behind the brief ones."""
     if settings.device != "cuda":
         return
     norms, epilogues = (
@@ -90,6 +90,9 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
         name: _dense(dense_speed.SPEED, name, workload, dense_speed.methods_of(name), settings.device)
         for name, workload in dense_speed.WORKLOADS.items()
     }
+    for drawn in (table_speed.UNIFORM, table_speed.ZIPF):
+        work = partial(table_speed.measure, drawn, settings.device)
+        yield Turns(table_speed.TABLES, RANDOM, drawn, table_speed.METHODS, work)
     yield from (*norms[2:], *epilogues[1:], dense.pop(LARGEST))
     for batch in BATCHES:
         workload = dense_speed.dcn(dense_speed.NORMS, batch)
@@ -97,9 +100,6 @@ def speed_lines(settings: Settings) -> Iterator[Turns]:
             dense_speed.MOD_SPEED, f"batch {batch}", workload, tuple(dense_speed.MODS), settings.device
         )
     yield from (*norms[:2], epilogues[0])
-    for drawn in (table_speed.UNIFORM, table_speed.ZIPF):
-        work = partial(table_speed.measure, drawn, settings.device)
-        yield Turns(table_speed.TABLES, RANDOM, drawn, table_speed.METHODS, work)
     yield from dense.values()
 
 

@@ -65,9 +65,9 @@ def test_lines(tmp_path):
     timed = [*workloads.speed_lines(full), *workloads.shape_lines(full)]
     assert {line.kind for line in timed} == set(workloads.IN_TURN)
     order = [line.setting for line in timed]
-    # What a deadline left without rows, and minutes of compilation last.
-    assert order.index("6144 x 4608 x 4096") < order.index("Wukong 22.2 GFLOP") < order.index("uniform ids")
-    assert order.index("uniform ids") < order.index("DLRMv2-DCN") < order.index("Wukong 5.6 GFLOP")
+    # Tables, what a deadline left without rows, and minutes of compilation last.
+    assert order.index("Zipf ids") < order.index("6144 x 4608 x 4096") < order.index("Wukong 22.2 GFLOP")
+    assert order.index("Wukong 22.2 GFLOP") < order.index("DLRMv2-DCN") < order.index("Wukong 5.6 GFLOP")
     assert not [*workloads.shape_lines(quick)]
 
 
