@@ -163,7 +163,8 @@ class Stopwatch:
         return time.perf_counter() - self.begin
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Of a batch, or a block, of the first pass that begins, or of a weight that was placed."""
+        """Of a batch, or a block, of the first pass that begins, of a block whose statistics begin, or of a weight that was
+        placed."""
         if self.block_began is not None:
             self.blocks.append(self.now() - self.block_began)
             self.block_began = None
@@ -172,7 +173,8 @@ class Stopwatch:
             return
         if name.startswith(f"{FIRST_PASS}, batch"):
             self.batches.append(self.now())
-        parts = name.split(".")
+        # What is told of a block before its statistics ("model.layers.3: statistics of its inputs") is no weight of it.
+        parts = [] if ": " in name else name.split(".")
         if "layers" in parts:
             self.ends[parts[parts.index("layers") + 1]] = self.now()
 

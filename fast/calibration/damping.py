@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 import reference
-from fast.calibration.gptq import ColumnRule, Sweep, device_order, gptq, scales_of, swept_result
+from fast.calibration.gptq import ColumnRule, Sweep, Swept, device_order, gptq, result_of, scales_of
 from fast.calibration.hessian import Ordered, checked_hessian, quadratic
 from fast.calibration.inputs import float_tensor, numpy_of
 from fast.calibration.search import check_weights
 from reference import GPTQResult, Scales, Scheme
 from reference.calibration.damping import DAMPINGS, check_candidates, spaced_rows
+from reference.calibration.hessian import TriangularFactor
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import scheme_of
 
@@ -69,21 +71,38 @@ def held_out_errors_on_device(
     columns = device_order(h, order, blocks)
     rule = ColumnRule.of(record, scales_of(w, record, scales, h), blocks, w)
     taken = torch.from_numpy(spaced_rows(len(w), rows)).to(w.device)
-    return errors_of(w.double(), Ordered.of(h, columns), columns, val, rule, candidates, taken)
+    return tried(w.double(), Ordered.of(h, columns), columns, val, rule, candidates, taken).errors
 
 
-def errors_of(
+class Tried(NamedTuple):
+    """The held-out error of every candidate, float64 on a CPU; the sweep of the best, and its factor without the matrix."""
+
+    errors: torch.Tensor
+    factor: TriangularFactor
+    swept: Swept
+
+
+def tried(
     wide: torch.Tensor, ordered: Ordered, columns: torch.Tensor, val: torch.Tensor, rule: ColumnRule,
     candidates: Sequence[float], taken: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """The held-out error of every candidate, of some rows of float64 weights, on a CPU."""
-    errors = []
+) -> Tried:  # fmt: skip
+    """Every candidate on some rows of float64 weights. The best so far is kept beside the one that is tried."""
+    errors, best = list[torch.Tensor](), None
     for damping in candidates:
-        swept = Sweep.of(wide, ordered.factor(damping).factor, columns, taken).run(rule).change
-        change = torch.empty_like(swept)
-        change[:, columns] = swept
-        errors.append(quadratic(change, val))
-    return torch.stack(errors).cpu()
+        factor = ordered.factor(damping)
+        swept = Sweep.of(wide, factor.factor, columns, taken).run(rule)
+        change = torch.empty_like(swept.change)
+        change[:, columns] = swept.change
+        errors.append(quadratic(change, val).cpu())
+        if best is None or int(torch.stack(errors).argmin()) == len(errors) - 1:
+            # Of the factor its matrix is not needed any more, of the sweep what it changed.
+            best = (
+                factor._replace(factor=change.new_empty(0, 0)),
+                replace(swept, change=change.new_empty(0, 0)),
+            )
+        del factor, swept, change
+    assert best is not None
+    return Tried(torch.stack(errors), *best)
 
 
 def gptq_held_out(
@@ -99,9 +118,9 @@ def gptq_held_out(
 ) -> GPTQResult:
     """`gptq` with the damping of `held_out_damping`, the same bits as both calls.
 
-    take: gives the Hessian (K, K) away. Off the host it is put in order once, for the search and for GPTQ, and let go of:
-    beside the held-out Hessian two matrices of its size are in memory, not three. on_device: None, or whether to go so.
-    Raises as both do.
+    take: gives the Hessian (K, K) away. Off the host it is put in order once, and let go of: beside the held-out Hessian two
+    matrices of its size are in memory, not three. The sweep of the best candidate is the result, so that none runs twice.
+    on_device: None, or whether to go so. Raises as both do.
     """
     w = float_tensor(w, "gptq", "w")
     if not (w.device.type != "cpu" if on_device is None else on_device):
@@ -122,10 +141,9 @@ def gptq_held_out(
     rule, ordered = ColumnRule.of(record, scales, blocks, w), Ordered.of(h, columns)
     del h
     wide, rows = w.double(), torch.arange(len(w), device=w.device)
-    errors = errors_of(wide, ordered, columns, val, rule, candidates, rows)
-    factor = ordered.factor(tuple(candidates)[int(errors.argmin())])
-    del ordered
-    return swept_result(wide, factor, columns, rule)
+    _, factor, swept = tried(wide, ordered, columns, val, rule, candidates, rows)
+    del ordered, val
+    return result_of(swept, factor, rule)
 
 
 __all__ = ["gptq_held_out", "held_out_damping", "held_out_errors_on_device"]

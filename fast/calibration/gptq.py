@@ -90,7 +90,11 @@ def swept_result(
     packed: bool = False,
 ) -> GPTQResult:
     """The result of a sweep over float64 weights by a factor, which is used up."""
-    swept = Sweep.of(wide, factor.factor, columns).run(rule)
+    return result_of(Sweep.of(wide, factor.factor, columns).run(rule), factor, rule, packed)
+
+
+def result_of(swept: Swept, factor: TriangularFactor, rule: ColumnRule, packed: bool = False) -> GPTQResult:
+    """The result of a sweep of all rows, of whose factor only what it took is read."""
     quantized = quantize(swept.targets, rule.scheme, scales=rule.scales, packed=packed)
     return GPTQResult(quantized, swept.loss, factor.damping, factor.floor, factor.dead)
 

@@ -151,13 +151,22 @@ def symmetric_rows(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(columns <= rows[:, None], h.index_select(0, rows), h.index_select(1, rows).mT)
 
 
-def quadratic(change: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """tr(D H D^T), float64, for changes D (N, K) and the symmetric H of h's lower triangle, some rows of it at a time."""
+def quadratic(change: torch.Tensor, h: torch.Tensor, lower: bool = True) -> torch.Tensor:
+    """tr(D H D^T), float64, for changes D (N, K) and a matrix H (K, K), some rows of it at a time.
+
+    lower: whether H is the symmetric matrix with h's lower triangle; else all of h counts. Either way an element and the one
+    across the diagonal are added before they are multiplied, so that there are about half of D H's products.
+    """
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for start in range(0, len(h), STRIP):
         part = slice(start, min(start + STRIP, len(h)))
-        rows = torch.arange(part.start, part.stop, device=h.device)
-        total += ((change @ symmetric_rows(h, rows).mT) * change[:, part]).sum()
+        own, left, square = change[:, part], h[part, :start], h[part, part]
+        square = square.tril() + square.tril(-1).mT if lower else square
+        moved = own @ square
+        if start:
+            both = left * 2 if lower else left + h[:start, part].mT
+            moved = moved.addmm_(change[:, :start], both.mT)
+        total += (moved * own).sum()
     return total
 
 

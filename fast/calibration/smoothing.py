@@ -1,8 +1,9 @@
 """`smoothing_factors` and `awq_factors` for torch tensors; `reference.calibration.smoothing` states the rules.
 
 CPU tensors run the reference. Elsewhere the same steps run as float64 operations of torch. Powers may differ by a unit in the
-last place of float64 before they are rounded to float32, and sums over K are those of a matrix product, so a ratio's error
-agrees to about 1e-12 of itself, and the chosen ratio unless two nearly tie.
+last place of float64 before they are rounded to float32. Sums over K are those of matrix products, elements across the
+diagonal of the Hessian added first (half of the products), so a ratio's error agrees to about 1e-12 of itself, and the chosen
+ratio unless two nearly tie.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fast.calibration.hessian import quadratic
 from fast.calibration.inputs import (
     float_tensor,
     input_values,
@@ -104,7 +106,7 @@ def _error(
     for start in range(0, len(w), step):
         rows = slice(start, start + step)
         d = values[rows].double() / factors - w[rows].double()
-        error = error + ((d @ h) * d).sum()
+        error = error + quadratic(d, h, lower=False)
     return torch.where(error.isnan(), torch.inf, error)
 
 

@@ -76,11 +76,13 @@ def test_blocks_of_a_first_pass_end_where_something_else_begins(monkeypatch):
     watch = Stopwatch(torch.device("cpu"))
     words = ["inputs of the blocks, batch 1 of 2", "inputs of the blocks, batch 2 of 2"]
     words += ["inputs of the blocks: model.layers.0", "inputs of the blocks: model.layers.1"]
-    for word in [*words, "model.layers.0: statistics of its inputs"]:
+    for word in [*words, "model.layers.0: statistics of its inputs", "model.layers.0.mlp.up_proj.weight"]:
         watch(word, 0, 7)
     assert watch.batches == [0.0, 1.0]
     assert watch.blocks == [2.0, 2.5]
     assert watch.first_pass == 4.5 * 2
+    # A block is one line of the estimate, which ends with its last weight.
+    assert watch.ends == {"0": 9.0}
 
 
 def test_a_calibration_tells_of_each_batch_of_its_first_pass(monkeypatch):

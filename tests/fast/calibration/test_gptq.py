@@ -183,15 +183,20 @@ def test_errors(name, rows):
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int3_g64_asymmetric"])
-def test_gptq_by_the_damping_that_is_found_is_both_calls_in_one(name):
+def test_gptq_by_the_damping_that_is_found_is_both_calls_in_one(name, monkeypatch):
     """The same bits, on the host and by the steps of a device."""
     w, h, val = map(torch.from_numpy, split_tokens(3, 64))
     scales, options = choose_scales(w, name), {"order": "activation", "candidates": (0.003, 0.1, 3.0)}
     errors = held_out_errors_on_device(w, h, val, name, scales=scales, **options)
     damping = options["candidates"][int(errors.argmin())]
-    call = fast.gptq, gptq_on_device
+    call, sweeps = (fast.gptq, gptq_on_device), []
+    swept = Sweep.run
+    monkeypatch.setattr(Sweep, "run", lambda self, rule: sweeps.append(1) or swept(self, rule))
     for on_device in (False, True):
+        sweeps.clear()
         made = gptq_held_out(w, lambda: h, val, name, scales=scales, on_device=on_device, **options)
+        # Of three candidates three sweeps, the best of which is the result.
+        assert len(sweeps) == (3 if on_device else 0)
         wanted = call[on_device](w, h, name, scales=scales, order="activation", damping=damping)
         assert made.damping == wanted.damping == damping
         assert torch.equal(made.quantized.codes, wanted.quantized.codes)

@@ -79,3 +79,5 @@ def test_strips_are_the_whole(monkeypatch, size):
     assert torch.equal(turn_(h.clone()), h.flip(0, 1))
     d = torch.randn(3, size, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(quadratic(d, h), ((d @ whole) * d).sum(), rtol=1e-12, atol=0)
+    # Of a matrix that is not quite symmetric all elements count.
+    torch.testing.assert_close(quadratic(d, h, lower=False), ((d @ h) * d).sum(), rtol=1e-12, atol=0)
