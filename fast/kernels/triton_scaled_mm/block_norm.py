@@ -60,6 +60,8 @@ class Variant:
 
 #: The quickest of ten at three shapes (times: reports/LOG.md).
 USUAL = Variant(stages=3, persistent=1)
+#: Of results in float32, whose tile of 131 kB has no room in shared memory beside the next one's steps, of 49 kB each.
+WIDE = Variant()
 
 
 @triton.jit
@@ -196,9 +198,10 @@ def linear_block_norm(
     scheme: str,
     dtype: torch.dtype,
     fast_sums: bool = True,
-    variant: Variant = USUAL,
+    variant: Variant | None = None,
 ) -> list[torch.Tensor] | None:
-    """[y], or [codes, scale], of operands that `refusal` lets through; None of others and of several devices."""
+    """[y], or [codes, scale], of operands that `refusal` lets through; None of others and of several devices. variant: None
+    for the quickest that fits."""
     if refusal(x, w, scheme, dtype, BLOCK) is not None or not same_device(
         x.codes, x.scale, w.codes, w.scale, gain, bias
     ):
@@ -210,6 +213,7 @@ def linear_block_norm(
         else [x.codes.new_empty((m, n), dtype=dtype)]
     )
     y, codes, scale = (None, *made) if scheme else (*made, None, None)
+    variant = variant or (WIDE if not scheme and dtype is torch.float32 else USUAL)
     launch = launch_of(x.scheme.element, w.scheme.element, (m, n, k), (x.scheme.scale.block == -1, w.scheme.scale.block == -1),
                        float(eps), hard_swish, scheme, dtype, fast_sums, variant)  # fmt: skip
     device = x.codes.get_device()
@@ -220,7 +224,7 @@ def linear_block_norm(
 @lru_cache(maxsize=1024)
 def launch_of(
     x: str, w: str, shape: tuple[int, int, int], each: tuple[bool, bool], eps: float, hard_swish: bool, scheme: str,
-    dtype: torch.dtype, fast_sums: bool, variant: Variant = USUAL,
+    dtype: torch.dtype, fast_sums: bool, variant: Variant,
 ) -> DescriptorLaunch:  # fmt: skip
     """The launch of a shape."""
     (m, n, k), v = shape, variant
@@ -235,4 +239,4 @@ def launch_of(
     return DescriptorLaunch(scaled_mm_block_norm_kernel, (programs, 1, 1), tail, v.warps, matrices, **UNFUSED)
 
 
-__all__ = ["BLOCK", "USUAL", "Variant", "linear_block_norm", "refusal", "scaled_mm_block_norm_kernel"]
+__all__ = ["BLOCK", "USUAL", "WIDE", "Variant", "linear_block_norm", "refusal", "scaled_mm_block_norm_kernel"]

@@ -27,13 +27,13 @@ def test_bits_of_every_case_in_the_interpreter():
     assert len(lines_of("block_norm")) == len(CASES)
 
 
-def call(scheme, variant=host.USUAL, m=256, n=512, k=512):
+def call(scheme, variant=None, m=256, n=512, k=512, dtype=torch.bfloat16):
     row = SCHEMES["fp8_rowwise"]
     sides = [
         Quantized(torch.empty((rows, k), dtype=torch.uint8), torch.empty((rows, 1)), None, None, (rows, k), 1, row)
         for rows in (m, n)
     ]  # fmt: skip
-    given = *sides, torch.empty(n), None, 1e-6, True, scheme, torch.bfloat16, True, variant
+    given = *sides, torch.empty(n), None, 1e-6, True, scheme, dtype, True, variant
     return lambda: host.linear_block_norm(*given)
 
 
@@ -49,6 +49,15 @@ def test_the_epilogue_stays_in_registers():
         if not one.persistent:
             assert code.named("SHFL") == (12 if scheme else 4)
             assert not scheme or code.named("F2FP") == one.rows * host.BLOCK // (32 * one.warps * 2)
+
+
+def test_results_in_float32_fit_in_shared_memory():
+    """Compiling refuses what takes more than there is, as a tile of them beside the next one's operands does."""
+    ((code,),) = launched_together([call("", dtype=torch.float32)])
+    assert code.local == 0
+    assert code.stack <= 40
+    with pytest.raises(AssertionError, match="bytes of shared memory"):
+        launched_together([call("", host.USUAL, dtype=torch.float32)])
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

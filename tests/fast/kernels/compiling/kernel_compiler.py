@@ -34,6 +34,7 @@ from fast.kernels.triton_small_m import dense as dense_small
 from fast.kernels.triton_small_m import grouped as grouped_linear
 from fast.kernels.triton_small_m import host as small_linear
 from fast.kernels.triton_small_m import pair as small_pair
+from fast.launch import cuda
 from reference import SCHEMES
 from reference.formats.storage import storage_dtype
 
@@ -93,10 +94,19 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> OneMachine:
         ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, **UNFUSED},
     )  # fmt: skip
+    fits(kernel.__name__, made)
     sass, usage = (_dumped(made.asm["cubin"], flag) for flag in ("--dump-sass", "--dump-resource-usage"))
     numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
     local = numbers["LOCAL"] + numbers["STACK"]
     return OneMachine(Counter(INSTRUCTION.findall(sass)), numbers["REG"], local, made.asm["ptx"], sass)
+
+
+def fits(name: str, made: Any) -> None:
+    """AssertionError for more shared memory than a block of a Hopper GPU has: its first launch there would fail."""
+    shared = made.metadata.shared
+    assert shared <= cuda.MOST_SHARED, (
+        f"{name} takes {shared} bytes of shared memory, a block has {cuda.MOST_SHARED}"
+    )
 
 
 def output_arguments(name: str | None, dtype: str) -> dict[str, Any]:
@@ -207,6 +217,7 @@ def compiling(found: list[Machine]) -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+        fits(kernel.__name__, made)
         found.append(machine(kernel.__name__, made.asm, tile(arguments) / (32 * options["num_warps"])))
         return made
 
