@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.compile.fused_linears import compile_options
+from ao_lab.compile.joined_linears import join_weights_, step_options
 from ao_lab.kv_cache.attention import inner, reader_of_caches, takes_functions
 from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
@@ -34,9 +35,12 @@ class GreedyDecoding:
 
     max_length: tokens of prompt and answer together. kv_cache: a recipe of `use_kv_cache_`. compiled: run a step with
     torch.compile and `compile_options`, which takes some seconds at the first call. captured: record a step as a CUDA graph.
-    Default of both: on a GPU. The model's attention is set to "ao_lab"; its weights are unchanged and may be quantized, but not
-    be replaced once a step was recorded. Its `generation_config` is not read: a token is the one of the largest logit, without
-    penalties or forced tokens, and end tokens are the caller's.
+    Default of both: on a GPU. The model's attention is set to "ao_lab"; its weights keep their values and may be quantized, but
+    not be replaced once a step was recorded. Where a step is compiled on a GPU, unquantized 16-bit weights of queries, keys and
+    values, and those of a gate and what it gates, are moved next to each other in memory (`ao_lab.compile.joined_linears`), so
+    that a step multiplies by them at once: a CUDA graph that someone else recorded of the model has to be recorded again. Its
+    `generation_config` is not read: a token is the one of the largest logit, without penalties or forced tokens, and end tokens
+    are the caller's.
 
     TypeError for anything but a transformers decoder. ValueError for a max_length below 2, an unknown recipe or one that the
     model's heads do not support, captured=True on a CPU, a model whose attention cannot be replaced or has sinks or latent
@@ -72,7 +76,10 @@ class GreedyDecoding:
         self._eager = NextToken(model)
         self._mask = self.cache.no_padding
         wanted = on_gpu if compiled is None else compiled
-        self._next: Callable[..., Tensor] = one_program(self._eager) if wanted else self._eager
+        self._next: Callable[..., Tensor] = self._eager
+        if wanted:
+            join_weights_(model)
+            self._next = one_program(self._eager, step_options())
         #: All tokens so far (sequences, max_length), and their number, 0-d int64 on the device.
         self.tokens = torch.zeros((0, max_length), dtype=torch.int64, device=self.device)
         self.length = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -221,12 +228,15 @@ def parts_of(vocabulary: int) -> int:
     return next(parts for parts in range(isqrt(vocabulary), 0, -1) if vocabulary % parts == 0)
 
 
-def one_program(step: nn.Module) -> Callable[..., Tensor]:
-    """A step by torch.compile with programs of its own. An older torch counts all objects' together: a ninth is eager."""
-    options: dict[str, Any] = {"dynamic": False, "options": compile_options()}
+def one_program(step: nn.Module, options: dict[str, Any] | None = None) -> Callable[..., Tensor]:
+    """A step by torch.compile with programs of its own. An older torch counts all objects' together: a ninth is eager.
+
+    options: of the compiler, by default `compile_options`.
+    """
+    given: dict[str, Any] = {"dynamic": False, "options": compile_options() if options is None else options}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True
-    compiled: Callable[..., Tensor] = torch.compile(step, **options)
+        given["isolate_recompiles"] = True
+    compiled: Callable[..., Tensor] = torch.compile(step, **given)
     return compiled
 
 

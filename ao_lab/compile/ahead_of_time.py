@@ -8,6 +8,7 @@ from fast import ops
 
 #: Modules of ao_lab that register operators, or say where they are (`fast.ops.LATE`).
 MODULES = (
+    "ao_lab.compile.joined_linears",
     "ao_lab.gemm.select",
     "ao_lab.qat.layers",
     "ao_lab.qat.linear",

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ao_lab.compile.joined_linears import join_weights_
 from ao_lab.greedy_decoding import GreedyDecoding
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
@@ -377,6 +378,8 @@ def _model_of(case: Case, device: str, name: str, models: dict[bool, Any]) -> An
     if in_int4 not in models:
         model = case.model(device)
         models[in_int4] = _in_int4(model) if in_int4 else model
+        # What `GreedyDecoding` would do, before graphs of other methods read the weights where they are.
+        join_weights_(models[in_int4])
     return models[in_int4]
 
 

@@ -13,7 +13,7 @@ layers, since all are alike. Parts, in order:
 * tokens: of a model of two layers, for two prompts one after the other, captured in a CUDA graph and not, compiled and not; by
   `generate()`, too, which multiplies and adds in other orders, so that the share of its tokens that differ is no error.
 * times: of steps, all in turn; with --apart of compiled ones also as they are with a launch for each weight and one search
-  for the largest logit.
+  for the largest logit, and where launches of several weights in int4 ask for them early.
 * profile: a line for each kernel of a replayed step: how often, microseconds in all; of all together their sum, the length of
   the union of their intervals, and what the step takes by events without the profiler.
 
@@ -28,7 +28,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,11 @@ from ao_lab.compile import fused_linears
 from ao_lab.greedy_decoding import GreedyDecoding, most_likely
 from ao_lab.kv_cache.cache import use_kv_cache_
 from ao_lab.measure.turns import in_turn, interleaved, summary, watch_of
-from experiments.kv_cache.generation import COMPILED, PLANS, STEPPED, STEPS, Case, Steps
+from experiments.kv_cache.generation import COMPILED, INT4, PLANS, STEPPED, STEPS, Case, Steps
 from experiments.ladder.trace import busy, traced
+from fast import dispatch
 from fast.gemm import choose
+from fast.kernels.sm90_w4a16_gemv import several as gemv_several
 from fast.kernels.sm90_w4a16_gemv.host import form_of, sm90_w4a16_gemv
 from fast.kernels.sm90_w4a16_gemv.several import variant_of
 from fast.matmul.preshuffled.linear import linear_small, preshuffled
@@ -63,7 +65,9 @@ TRACED, TIMED = 3, 10
 METHODS = ("bfloat16", "bfloat16, compiled", "int4 weights, int4", "int4 weights, int4, compiled")
 #: Parts, in order.
 PARTS = ("bits", "launches", "tokens", "times", "profile")
-SCHEME, APART = "int4_g128_asymmetric", ", launched apart"
+SCHEME = "int4_g128_asymmetric"
+#: Behind the names of compiled steps that are compiled in another way.
+APART, AHEAD = ", launched apart", ", weights asked for early"
 #: Rows of inputs whose bits are compared, and how often one result is made again.
 ROWS, REPEATS = (1, 2, 8), 20
 #: Sets of weights in turn, which exceed the second-level cache together.
@@ -168,20 +172,44 @@ def launches(case: Case, device: str) -> None:
 
 
 @contextmanager
-def launched_apart() -> Iterator[None]:
-    """Compile with a launch for each weight and one search of the largest logit. Compilers' caches do not know of it."""
+def anew(*changes: Any) -> Iterator[None]:
+    """With changes that caches of compilers and of calls do not know of."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
+    dispatch.CALLS.clear()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(fused_linears, "fuse_several", return_value=None))
-        stack.enter_context(mock.patch.object(choose, "in_one_launch", return_value=False))
-        stack.enter_context(
-            mock.patch.object(greedy_decoding, "most_likely", lambda logits: logits.argmax(-1))
-        )
-        stack.enter_context(inductor.patch(fx_graph_cache=False))
-        stack.enter_context(functorch.patch(enable_autograd_cache=False))
+        for change in (
+            *changes,
+            inductor.patch(fx_graph_cache=False),
+            functorch.patch(enable_autograd_cache=False),
+        ):
+            stack.enter_context(change)
         yield
+    dispatch.CALLS.clear()
+
+
+def launched_apart() -> Any:
+    """A launch for each weight and one search of the largest logit."""
+    return anew(
+        mock.patch.object(fused_linears, "fuse_several", return_value=None),
+        mock.patch.object(greedy_decoding, "step_options", fused_linears.compile_options),
+        mock.patch.object(choose, "in_one_launch", return_value=False),
+        mock.patch.object(greedy_decoding, "most_likely", lambda logits: logits.argmax(-1)),
+    )
+
+
+def asked_early() -> Any:
+    """Launches of several weights ask for the first stages of them, into the L2 cache, while the kernel in front ends."""
+
+    def ahead(*given: Any) -> Any:
+        one = variant_of(*given)
+        return one and one._replace(ahead=True)
+
+    return anew(mock.patch.object(gemv_several, "variant_of", ahead))
+
+
+OTHERWISE = {APART: launched_apart, AHEAD: asked_early}
 
 
 def tokens(case: Case, device: str, recipe: str) -> None:
@@ -214,12 +242,10 @@ def tokens(case: Case, device: str, recipe: str) -> None:
 
 def begin(steps: Steps, name: str) -> None:
     """Capture a method's step, and say how long it takes."""
-    if name.endswith(APART):
-        with launched_apart():
-            values = steps.begin(name.removesuffix(APART))
-        steps.spans[name] = steps.spans.pop(name.removesuffix(APART))
-    else:
-        values = steps.begin(name)
+    way = next((way for way in OTHERWISE if name.endswith(way)), "")
+    with OTHERWISE[way]() if way else nullcontext():
+        values = steps.begin(name.removesuffix(way))
+    steps.spans[name] = steps.spans.pop(name.removesuffix(way))
     if "first call" in values:
         say(name, "compile and capture", values["first call"][0], "s")
     replay = steps.spans[name].graph
@@ -275,8 +301,12 @@ def main() -> int:
     case = STEPPED[asked.device]
     case = replace(case, layers=asked.layers, context=asked.context or case.context)
     steps = Steps(watch_of(asked.device), PLANS[asked.device], case, asked.device)
-    apart = [name + APART for name in asked.methods if asked.apart and name.endswith(COMPILED)]
-    methods = [*apart, *asked.methods]
+    compiled = [name for name in asked.methods if asked.apart and name.endswith(COMPILED)]
+    # Of several weights in int4 alone anything is asked for.
+    otherwise = [
+        name + way for name in compiled for way in OTHERWISE if way == APART or name.startswith(INT4)
+    ]
+    methods = [*otherwise, *asked.methods]
     all_parts: dict[str, dict[str, Any]] = {
         "bits": {"bits": partial(bits, case, asked.device)},
         "launches": {"launches": partial(launches, case, asked.device)},
