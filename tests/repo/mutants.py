@@ -210,7 +210,7 @@ KERNELS = [
              "v += bias_at(p.bias, p.bias_kind, row);",
              "v += bias_at(p.bias, p.bias_kind, row) * (p.x_scale == nullptr ? 1.f : p.x_scale[token]);", W4A16_GEMV),
     Mutation("every program has the first rows", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
-             "at = split * SHARE + i % SHARE", "at = i % SHARE", W4A16_GEMV),
+             "at = place * SHARE + i % SHARE", "at = i % SHARE", W4A16_GEMV),
     Mutation("lanes read columns of half of x", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
              "* ring.pitch + at.lane / 8 * 16", "* ring.pitch + at.lane / 16 * 16", W4A16_GEMV),
     Mutation("the last atom of unlike phases", "fast/kernels/sm90_w4a16_gemv/direct.cu",
