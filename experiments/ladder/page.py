@@ -92,8 +92,9 @@ def ladder_words(where: Where, results: Results, setting: str) -> str:
     if one is None or last is None or EAGER.name not in found:
         return ""
     batch = f" ({number(results.value(setting, EAGER.name, BATCH), 0)})" if setting == LARGEST else ""
+    unit = f"{'an' if one.unit[0] in 'aeiou' else 'a'} {one.unit}"
     return (
-        f"{where.data}, {setting}{batch}, {where.device}: {number(found[EAGER.name], 2)} ms a {one.unit} in eager bfloat16, "
+        f"{where.data}, {setting}{batch}, {where.device}: {number(found[EAGER.name], 2)} ms {unit} in eager bfloat16, "
         f"{number(found[last.name], 2)} ms with {last.name}, {number(speedup(one, found), 2)} times as fast."
     )
 
@@ -240,7 +241,7 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
         and any(over_first(BY_NAME[name], tables_of[name], setting, one) is not None for name in names)
     ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
-    figure = ratio_map([one.name for one in rungs], names, values, "speed over the first rung")
+    figure = ratio_map([one.name for one in rungs], names, values, "speed over the first rung", end=16.0)
     figure.axes[0].tick_params(axis="x", rotation=30)
     name = f"ladder-{setting.replace(' ', '-')}-{where.ending}"
     caption = (

@@ -14,6 +14,8 @@ from experiments.report.results import Results, Where, best_run, by_run, number,
 from experiments.report.targets import RunTargets, Target, limit_of, limits
 
 EXPERIMENT = "optimizers"
+#: How the finding of trainings begins.
+OVER = "Loss over float32 states"
 #: Methods whose states are those of this package.
 OWN = tuple(method for method in OURS if method.startswith("ours"))
 TITLE = "Optimizer states in 8 and 4 bits"
@@ -60,13 +62,14 @@ def findings(rows: Sequence[Row]) -> list[str]:
     gaps = best_run(by_run(rows, GAPS))
     if gaps is not None and gaps[0].scale != "quick":
         told = f"{gaps[0]}, {seeds_of(rows, gaps[0])}"
-        words.append(f"Loss over float32 states ({told}): {'; '.join(gap_texts(gaps[1]))}.")
+        words.append(f"{OVER} ({told}): {'; '.join(gap_texts(gaps[1]))}.")
     return words
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """The largest updates, and gaps of trainings."""
-    words, gaps = list(findings(rows))[:1], best_run(by_run(rows, GAPS))
+    """The largest updates, times of a step, and gaps of trainings."""
+    words = [one for one in findings(rows) if not one.startswith(OVER)]
+    gaps = best_run(by_run(rows, GAPS))
     if gaps is not None:
         words.append(
             f"Loss of a model trained with them over float32 states ({gaps[0]}, {seeds_of(rows, gaps[0])}): "
@@ -265,12 +268,13 @@ def speed_targets(results: Results) -> list[Target]:
 
 
 def speed_text(results: Results) -> str:
-    """Times of ours and of the others, of the largest setting."""
+    """Times of ours and of the others, of the largest setting: in a CUDA graph, or that there is none."""
     setting = results.settings[-1]
     parts = []
     for method in results.methods:
-        found = [results.value(setting, method, f"{TIME}{way}") for way in (GRAPH, "")]
-        value = next((one for one in found if one is not None), None)
-        if value is not None:
-            parts.append(f"{method} {number(value, 2)}")
-    return f"ms a step of {setting}: {'; '.join(parts)}"
+        graph, launched = (results.value(setting, method, f"{TIME}{way}") for way in (GRAPH, ""))
+        if graph is not None:
+            parts.append(f"{method} {number(graph, 2)}")
+        elif launched is not None:
+            parts.append(f"{method} {number(launched, 2)} (no CUDA graph)")
+    return f"A step of {setting} in a CUDA graph, ms: {'; '.join(parts)}"

@@ -9,7 +9,7 @@ the command that measures it. The page of answers is made of nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.harness.rows import Row
@@ -104,11 +104,8 @@ class Claim:
         low, middle, high = (
             f"{one:.{self.digits}f}" for one in (self.found.low, self.found.middle, self.found.high)
         )
-        return (
-            f"{middle} {self.unit}".strip()
-            if low == high
-            else f"{middle} {self.unit} [{low}, {high}]".replace("  ", " ")
-        )
+        unit = f" {self.unit}".rstrip().replace(" %", "%")
+        return f"{middle}{unit}" if low == high else f"{middle}{unit} [{low}, {high}]"
 
     @property
     def bound(self) -> str:
@@ -134,11 +131,10 @@ class Question:
     claims: Sequence[Claim]
 
     @property
-    def answers(self) -> list[str]:
-        """A sentence for each statement: how many of its claims are decided, and how; nothing that rows do not say."""
+    def answers(self) -> list[Answer]:
+        """Of each statement how many of its claims are decided, and how; nothing that rows do not say."""
         return [
-            sentence(one, [claim for claim in self.claims if claim.statement == one])
-            for one in self.statements
+            answer(one, [claim for claim in self.claims if claim.statement == one]) for one in self.statements
         ]
 
     @property
@@ -153,24 +149,44 @@ class Question:
         return Table(self.title, COLUMNS, [claim.cells for claim in self.claims], rows)
 
 
-def sentence(statement: str, claims: Sequence[Claim]) -> str:
-    """A statement with the answers of its claims; what all of them are of stands first, once."""
+@dataclass(frozen=True)
+class Answer:
+    """A statement with what all of its claims are of, what each verdict is of, and the commands for what is not yet."""
+
+    statement: str
+    verdicts: Mapping[str, Sequence[str]]
+    commands: Sequence[str]
+
+    @property
+    def head(self) -> str:
+        """The statement with the number of claims of each verdict, where there are several."""
+        several = sum(map(len, self.verdicts.values())) > 1
+        counts = [f"**{verdict}**{f' {len(found)}' * several}" for verdict, found in self.verdicts.items()]
+        return f"{self.statement}: {', '.join(counts)}"
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each claim: its verdict, what it is of, and the value."""
+        return [f"{verdict}, {one}" for verdict, found in self.verdicts.items() for one in found if one]
+
+    def __str__(self) -> str:
+        words = [f"**{verdict}** ({'; '.join(found)})" for verdict, found in self.verdicts.items()]
+        by = f"; measured by {', '.join(f'`{one}`' for one in self.commands)}" if self.commands else ""
+        return f"{self.statement}: {', '.join(words)}{by}."
+
+
+def answer(statement: str, claims: Sequence[Claim]) -> Answer:
+    """The answers of a statement's claims; what all of them are of stands with the statement, once."""
     parts = [claim.of.split(", ") for claim in claims]
     shared = [part for part in parts[0] if len(claims) > 1 and all(part in one for one in parts)]
-    words = []
+    verdicts: dict[str, list[str]] = {}
     for verdict in (YES, NO, UNDECIDED, NOT_YET):
-        found = [claim for claim in claims if claim.verdict == verdict]
-        named = [", ".join(part for part in claim.of.split(", ") if part not in shared) for claim in found]
-        said = [
-            ": ".join(filter(None, (name, claim.value))) for name, claim in zip(named, found, strict=True)
-        ]
-        if found:
-            words.append(f"**{verdict}** ({'; '.join(said)})")
-    commands = ", ".join(
-        f"`{one}`" for one in dict.fromkeys(one.command for one in claims if one.found is None)
-    )
+        for claim in (one for one in claims if one.verdict == verdict):
+            name = ", ".join(part for part in claim.of.split(", ") if part not in shared)
+            verdicts.setdefault(verdict, []).append(": ".join(filter(None, (name, claim.value))))
+    commands = list(dict.fromkeys(one.command for one in claims if one.found is None))
     of = f", of {', '.join(shared)}" if shared else ""
-    return f"{statement}{of}: {', '.join(words)}{f'; measured by {commands}' if commands else ''}."
+    return Answer(statement + of, verdicts, commands)
 
 
 def with_half(results: Results, setting: str, method: str, metric: str, half: str) -> Interval | None:

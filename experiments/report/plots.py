@@ -464,8 +464,8 @@ def curves(
 #: Ratios at the ends of the colours, and their inverse: what is beyond has the same colour. Neighbours that differ by a
 #: hundredth look alike.
 END = 4.0
-#: How far from 1, as a power of two, a cell is so dark that its value is written in white.
-DARK = 1.1
+#: From which part of the way to an end a cell is so dark that its value is written in white.
+DARK = 0.55
 
 
 def measured_lines(
@@ -486,15 +486,16 @@ def ratio_map(
     values: Sequence[Sequence[float | None]],
     label: str,
     xlabel: str = "",
+    end: float = END,
 ) -> Figure:
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
-    lines without any value are left out. xlabel: what the columns are of."""
+    lines without any value are left out. xlabel: what the columns are of. end: the ratio at the end of the colours."""
     rows, values = measured_lines(rows, values)
     figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), max(2.4, 1.2 + 0.24 * len(rows))))
-    image = draw_ratios(axis, rows, columns, values)
+    image = draw_ratios(axis, rows, columns, values, end)
     axis.set_xlabel(xlabel)
     bar = figure.colorbar(image, ax=axis, pad=0.02)
-    ticks = (1 / END, 0.5, 1.0, 2.0, END)
+    ticks = (1 / end, 1 / math.sqrt(end), 1.0, math.sqrt(end), end)
     bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
     bar.set_label(label)
     return figure
@@ -530,27 +531,31 @@ NARROW_COLUMNS = 7
 
 
 def draw_ratios(
-    axis: Axes, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]
+    axis: Axes,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    end: float = END,
 ) -> Any:
     """Colours and values of a grid of ratios; returns the image, for its scale."""
     import numpy as np
 
     powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
-    reach = math.log2(END)
+    reach = math.log2(end)
     image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    write_values(axis, values)
+    write_values(axis, values, DARK * reach)
     axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
     return image
 
 
-def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
-    """Each value in its cell."""
+def write_values(axis: Axes, values: Sequence[Sequence[float | None]], dark: float) -> None:
+    """Each value in its cell, in white where its power of two is further from 0 than `dark`."""
     for place, line in enumerate(values):
         for column, value in enumerate(line):
             if not math.isnan(power := power_of(value)):
-                color = "white" if abs(power) > DARK else "black"
+                color = "white" if abs(power) > dark else "black"
                 axis.text(
                     column, place, f"{value:.2f}", ha="center", va="center", fontsize=SMALLEST, color=color
                 )

@@ -62,7 +62,7 @@ def test_without_rows_nothing_is_answered():
         command = group.get_command(group.make_context("ao-lab", [name], resilient_parsing=True), name)
         assert (program, command.make_context(name, words).params["scale"]) == ("ao-lab", "full")
     assert all(
-        "not yet" in sentence and "ao-lab reproduce" in sentence
+        "not yet" in str(sentence) and "ao-lab reproduce" in str(sentence)
         for question in found
         for sentence in question.answers
     )
@@ -139,10 +139,12 @@ def test_a_sentence_says_what_all_of_its_claims_share_once():
               for one, value in (("a", -5.0), ("b", 5.0))]  # fmt: skip
     claims.append(Claim("It holds", "c, wide, 30m", None, 0.0, "%", "ao-lab x"))
     (said,) = Question("Q", "asked", claims).answers
-    assert said == (
-        "It holds, of wide, 30m: **yes** (a: -5.0 % [-6.0, -4.0]), **no** (b: 5.0 % [4.0, 6.0]), **not yet** (c); measured by "
+    assert str(said) == (
+        "It holds, of wide, 30m: **yes** (a: -5.0% [-6.0, -4.0]), **no** (b: 5.0% [4.0, 6.0]), **not yet** (c); measured by "
         "`ao-lab x`."
     )
+    assert said.head == "It holds, of wide, 30m: **yes** 1, **no** 1, **not yet** 1"
+    assert said.lines == ["yes, a: -5.0% [-6.0, -4.0]", "no, b: 5.0% [4.0, 6.0]", "not yet, c"]
 
 
 @pytest.mark.parametrize(("learned", "against", "verdict"), [
