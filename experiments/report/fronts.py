@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from experiments.report.plots import Point, draw_points, family_legend, subplots
+from experiments.report.plots import FAR, Point, draw_points, family_legend, leader, subplots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -187,16 +187,8 @@ def place(axis: Axes, note: Annotation, taken: Sequence[Bbox], drawn: Sequence[B
             break
     _, number = min(costs)
     move(note, *PLACES[number])
-    if abs(PLACES[number][1]) > 10:
-        lead(axis, note)
-
-
-def lead(axis: Axes, note: Annotation) -> None:
-    """A thin line from a label that stands away from its point."""
-    axis.annotate(
-        "", note.xy, xytext=note.xyann, textcoords="offset points",
-        arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": note.get_color()},
-    )  # fmt: skip
+    if abs(PLACES[number][1]) > FAR:
+        leader(note)
 
 
 def move(note: Annotation, x: float, y: float, across: str, along: str) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.terminal import say
 from experiments.harness import rows as tidy
@@ -64,6 +64,9 @@ from experiments.report.plots import dots, svg
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
 from experiments.report.targets import RunTargets, counted, missed_tables
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @lru_cache(maxsize=1)
@@ -478,22 +481,23 @@ def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
 
 def render(template: str, **values: object) -> str:
     """A template of this package, filled in."""
+    return environment(template.endswith(".html.j2")).get_template(template).render(**values)
+
+
+def environment(html: bool) -> jinja2.Environment:
+    """Where templates find each other and the filters of texts. html: whether values are escaped."""
     import jinja2
 
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=template.endswith(".html.j2"),
+        autoescape=html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
-    environment.filters["pipes"] = lambda text: text.replace("|", "\\|")
-    environment.filters["inline"] = lambda escaped: inline(str(escaped))
-    environment.filters["lead"] = lead
-    environment.filters["sentences"] = sentences
-    environment.filters["brief"] = brief
-    environment.filters["parts"] = parts
-    environment.filters["addresses"] = addresses
-    return environment.get_template(template).render(**values)
+    made.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
+    made.filters["pipes"] = lambda text: text.replace("|", "\\|")
+    made.filters["inline"] = lambda escaped: inline(str(escaped))
+    made.filters |= {one.__name__: one for one in (lead, sentences, brief, parts, addresses)}
+    return made

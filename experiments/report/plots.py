@@ -31,6 +31,8 @@ SPOTS = (
     (4, 13, "left"), (4, -17, "left"), (-4, 13, "right"), (-4, -17, "right"), (6, -2, "left"), (-6, -2, "right"),
     (0, 7, "center"), (0, -12, "center"), (8, 22, "left"), (8, -26, "left"), (-8, 22, "right"), (-8, -26, "right"),
 )  # fmt: skip
+#: Points above or below its dot from which a label has a line to it.
+FAR = 10
 #: Colours and markers of series: no two of seven are the same.
 DOT_COLORS, DOT_MARKERS = (*SERIES, "#000000", "#56b4e9"), (*MARKERS, "P", "X")
 #: Points of the smallest text: nine pixels, where a figure is as wide as a page or narrower.
@@ -376,7 +378,18 @@ def separate(notes: Iterable[Any], dots: Sequence[Any] = ()) -> None:
             costs.append((covered, number))
             if not covered:
                 break
-        taken.append(move(note, places[min(costs)[1]]))
+        best = places[min(costs)[1]]
+        taken.append(move(note, best))
+        if abs(best[1]) > FAR:
+            leader(note)
+
+
+def leader(note: Any) -> None:
+    """A thin line from a label that stands away from its point."""
+    note.axes.annotate(
+        "", note.xy, xytext=note.xyann, textcoords="offset points",
+        arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": note.get_color()},
+    )  # fmt: skip
 
 
 def move(note: Any, place: tuple[float, float, str]) -> Any:

@@ -88,12 +88,19 @@ def findings(rows: Sequence[Row]) -> list[str]:
         if run is not None:
             where, gaps = run
             words = [
-                f"{method} {one.mean:+.2f} ± {one.half:.2f} {unit} ({one.verdict(margin)})"
+                f"{method} {one.mean:+.2f} ± {one.half:.2f}{spaced(unit)} ({one.verdict(margin)})"
                 for method in METHODS[1:]
                 if (one := gap_of(gaps, method)) is not None
             ]
-            found.append(f"{title}, gap to dense, margin {margin:g} {unit}, {where}: {'; '.join(words)}.")
+            found.append(
+                f"{title}, gap to dense, margin {margin:g}{spaced(unit)}, {where}: {'; '.join(words)}."
+            )
     return found
+
+
+def spaced(unit: str) -> str:
+    """A unit behind its number."""
+    return unit if unit == "%" else f" {unit}"
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

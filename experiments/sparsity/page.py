@@ -206,7 +206,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
     for kind, title in PRODUCT_TITLES.items():
         for (device, setting), found in groups(products.current(rows), kind).items():
             said = [
-                f"{readable(where.data)} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
+                f"{', '.join(f'{value:.2f} {name}' for name, value in ratios.items())} at {readable(where.data)}"
                 for where, results in found.items()
                 if (ratios := ratios_of(kind, setting, results))
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -21,7 +22,12 @@ ABOUT = (
     "of the results; and the time of imports.",
 )
 #: Figures that the top of the page shows: the first that there is.
-FEATURED = ("speed-ratios-quick-cpu", "speed-ratios-full-cpu")
+FEATURED = (
+    "speed-layers-quick-cpu",
+    "speed-layers-full-cpu",
+    "speed-ratios-quick-cpu",
+    "speed-ratios-full-cpu",
+)
 
 TEXT = (
     "Ours and a baseline are called in turn in one process on the same random normal float32 values, after a check that the "
@@ -92,12 +98,43 @@ def plot(where: Where, results: Results) -> Drawing:
     return Drawing(f"speed-ratios-{where.scale}-{where.device.replace(' ', '-')}", caption, figure)
 
 
+#: A case of a layer: its number of rows, its scheme or configuration, and its dtype; and what it is compared with.
+LAYER = re.compile(r"(one|\d+) rows?, (.+?), ((?:float32|bfloat16)(?:, compiled)?)")
+DENSE = "the dense layer"
+
+
+def layer_plot(where: Where, results: Results) -> list[Drawing]:
+    """Speed of quantized layers over the dense one by rows of the input and dtype: least, median and most of all schemes, other
+    baselines behind them; nothing without any layer."""
+    found: dict[str, list[float]] = {}
+    for setting, method in lines_of(results):
+        value, case = results.value(setting, method, "ratio"), LAYER.fullmatch(method)
+        if value is None or method.startswith("import "):
+            continue
+        label = f"{method} / {setting}"
+        if case and setting == DENSE:
+            label = f"layers, {case[1].replace('one', '1')} row{'s' * (case[1] != 'one')}, {case[3]}"
+        found.setdefault(label, []).append(value)
+    if not any(label.startswith("layers, ") for label in found):
+        return []
+    ends = {"least": min, "median": median, "most": max}
+    series = {name: [end(values) for values in found.values()] for name, end in ends.items()}
+    figure = dots(list(found), series, "speed over the baseline", base=1.0, height=0.24)
+    caption = (
+        "Speed over the baseline: right of the line ours is faster. Of quantized linear layers, over the dense one, the least, "
+        "the median and the most of all schemes that were measured."
+    )
+    return [Drawing(f"speed-layers-{where.scale}-{where.device.replace(' ', '-')}", caption, figure)]
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
     """A table of ratios and one of import times per run."""
     found = []
     for where, results in by_run(rows, "speed").items():
         tables = [ratio_table(results), import_table(results)]
-        found.append(Section(f"Ratios ({where})", TEXT, [plot(where, results)], tables))
+        found.append(
+            Section(f"Ratios ({where})", TEXT, [*layer_plot(where, results), plot(where, results)], tables)
+        )
     return found
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from experiments.calibration import drawings, peers_page
+from experiments.calibration import choice, drawings, page, peers_page
 from experiments.calibration.run import ARMS
 from experiments.harness.rows import Row
 from experiments.report.fronts import front
@@ -16,7 +16,7 @@ from experiments.report.real_runs import CHANGE, KL, RECOVERED, real_runs
 
 SETTINGS = {
     "int3_g64_asymmetric": 104.8, "int4_g64": 116.4, "nvfp4": 116.5, "nvfp4, inputs nvfp4": 116.5,
-    "choice, 3 bits": 103.0, "choice, 4.25 bits": 112.0,
+    "choice, 3 bits": 103.0, "choice, 4.25 bits": 112.0, "first and last layers in 8 bits, 3 bits": 103.5,
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def run():
     """Every method in every scheme: values are drawn, in the range of real ones."""
     rows, draw = [], random.Random(0)
     for setting, size in SETTINGS.items():
-        for arm in ("rounding", "gptq", "awq + gptq") if setting.startswith("choice") else ARMS:
+        for arm in ("rounding", "gptq", "awq + gptq") if drawings.is_choice(setting) else ARMS:
             seconds = draw.uniform(0.5, 90.0)
             model = {"size": size * 1e6, "time to quantize": seconds}
             model |= {"time to choose, all budgets": 600.0} if setting.startswith("choice") else {}
@@ -92,7 +92,7 @@ def test_minutes_hold_the_choosing_and_are_not_floored(run):
 
 def test_the_picture_of_bytes_has_a_line_for_each_kind(run):
     found = drawings.fronts_of(list(drawings.sizes_and_losses(run, run.texts["wikitext"], False)))
-    assert set(found) == {"rounding", "methods with data", "automatic choice"}
+    assert set(found) == {"rounding", "methods with data", "automatic choice", "rule by hand"}
     assert {one.x for one in found["automatic choice"][1]} <= {103.0, 112.0}
     figure = drawings.bytes_drawing(run).figure
     shown = [axis for axis in figure.axes if axis.get_visible()]
@@ -109,6 +109,26 @@ def test_the_picture_of_bytes_has_a_line_for_each_kind(run):
         "int4_g64, nvfp4",
     } <= words
     assert shown[0].get_yscale() == "log"
+    assert not any("8 bits" in word for word in words), "a rule's name stands over no size"
+
+
+def test_choices_share_a_panel_and_rules_have_none(run):
+    titles = [axis.get_title(loc="left") for axis in drawings.minutes_drawing(run).figure.axes]
+    assert titles[:5] == [*list(SETTINGS)[:4], "automatic choice"]
+    assert {point.label for point in drawings.choices(run, run.texts["wikitext"])} == {
+        f"{arm}, {bits} bits" for arm in ("gptq", "awq + gptq") for bits in ("3", "4.25")
+    }
+
+
+def test_a_choice_is_told_beside_each_rule_and_is_no_scheme(run):
+    rule, over = "first and last layers in 8 bits, 3 bits", choice.OVER
+    said = {over: 0.8, choice.OVER_ERROR: 0.01, "windows": 32, "tokens of a window": 2048}
+    rows = [*run.whole.rows, *run.texts["wikitext"].rows, made("model", rule, "gptq", "rule: int3", 1.0)]
+    rows += [made("wikitext", rule, "gptq", *one) for one in said.items()]
+    *schemes, told = page.findings(rows)
+    assert "within 3 bits KL" in told
+    assert "0.800 ± 0.020 times that of int3" in told
+    assert not any("bits" in one for one in schemes)
 
 
 def test_labels_cover_no_label_and_no_point_of_another(run):

@@ -131,8 +131,14 @@ def test_what_scrolls_sideways_says_so(show):
     width, inside = figure.evaluate("(box) => [box.clientWidth, box.scrollWidth]")
     assert width < 390 < inside
     assert "swipe" in figure.evaluate("(box) => getComputedStyle(box, '::before').content")
+
+
+def test_a_phone_shows_published_values_and_ours_with_their_devices(show):
     page = show("scoreboard.html", 390, 844)
-    page.wait_for_selector(".dt-layout-full.more")
+    page.wait_for_selector("table.dataTable")
+    for column in (1, 2, 3, 4, 6, 7, 9, 10):
+        box = page.locator(f"table.dataTable tbody tr:first-child td:nth-child({column})").bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 390
 
 
 def test_the_first_page_is_painted_in_a_second(show):

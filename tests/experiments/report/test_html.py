@@ -1,6 +1,7 @@
 """The pages as files, without a browser: sizes, links and anchors, texts for those who do not see, numbers, plain words."""
 
 import ast
+import itertools
 import re
 from dataclasses import replace
 from functools import cache
@@ -20,10 +21,13 @@ from experiments.report.content import (
     Headline,
     Section,
     Table,
+    brief,
     lead,
+    member,
     parts,
     readable,
     runs_of,
+    sentences,
     windows_in,
 )
 from experiments.report.pages import TEMPLATES, further_pages
@@ -279,6 +283,29 @@ def test_long_sentences_have_a_lead_and_a_list():
     bold = f"**Not measured: 3.** {'a' * 90} (x: y); {'b' * 90}; {'c' * 90}."
     assert (lead(bold), len(parts(bold))) == ("**Not measured: 3.**", 3)
     assert (lead("Short: a; b; c."), parts("Short: a; b; c.")) == ("Short: a; b; c.", [])
+
+
+def test_a_list_is_seen_and_its_end_opens():
+    """Six members stand on the page; a sentence a line; README.md takes the sentences that fit."""
+    text = "Speed over bfloat16: " + "; ".join(f"scheme {place} {'x' * 30}" for place in range(9)) + "."
+    macro = "{% from 'macros.html.j2' import said %}{{ said(text) }}"
+    shown, _, folded = pages.environment(True).from_string(macro).render(text=text).partition("<details>")
+    assert (shown.count("scheme "), folded.count("scheme ")) == (6, 3)
+    several = "Gap (a. B c) 1.2. Loss 3.4. 5 seeds."
+    assert sentences(several) == ["Gap (a. B c) 1.2", "Loss 3.4", "5 seeds"]
+    assert brief(f"Short. B{'a' * 400}.") == "Short"
+    assert brief("a" * 400) == "a" * 400
+    assert [member(one) for one in ("int8", "int4 g128, zero points")] == ["int8", "int4 g128 (zero points)"]
+
+
+def test_labels_keep_off_dots_and_other_labels():
+    panels = {"a": [plots.Point(x, 1.0, "integer", f"label {x}") for x in (1.0, 1.02, 1.04)]}
+    figure = plots.scatter_panels(panels, "x", "y", columns=1)
+    axis = figure.axes[0]
+    dots = plots.boxes(axis, [(point.x, point.y) for point in panels["a"]])
+    labels = [text.get_window_extent() for text in axis.texts if text.get_text()]
+    assert not any(label.overlaps(dot) for label in labels for dot in dots)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(labels, 2))
 
 
 def test_figures_have_no_empty_lines():

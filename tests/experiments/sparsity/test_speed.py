@@ -182,7 +182,7 @@ def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypat
     assert (found.measured, found.measured_on) == (1.1, "a GPU, eager, own kernels")
     assert page.speed_findings(rows) == [
         f"Linear layers in training (a GPU, {readable(data)}), speed over dense: "
-        f"{products.EAGER}: 2:4, own kernels 1.10, 2:4 0.10; {products.GRAPH}: 2:4, own kernels 1.20."
+        f"{products.EAGER}: 2:4 (own kernels) 1.10, 2:4 0.10; {products.GRAPH}: 2:4 (own kernels) 1.20."
     ]
 
 
@@ -310,9 +310,9 @@ def test_the_page_of_products(monkeypatch):
         for name, value in (("int4", 2.0), ("int4 + 2:4", 1.0))
     ]
     assert products_page.product_findings(rows) == [
-        "Matmuls with a 2:4 weight (a GPU; s), speed: 1 x 2 x 3 4.00 over dense, 2.00 over dense fp8, 1.20 over "
-        "libraries' 2:4.",
-        "A block's layers in decoding (a GPU; s), speed: block, 1 token 2.00 int4 + 2:4 over int4.",
+        "Matmuls with a 2:4 weight (a GPU; s), speed: 4.00 over dense, 2.00 over dense fp8, 1.20 over "
+        "libraries' 2:4 at 1 x 2 x 3.",
+        "A block's layers in decoding (a GPU; s), speed: 2.00 int4 + 2:4 over int4 at block, 1 token.",
     ]
     first, second = products_page.product_sections(rows)
     assert first.tables[0].lines == [
@@ -339,7 +339,7 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
     beside = {(one.measured, one.published) for one in found if one.measured is not None}
     assert beside == {(1.3, 1.24), (100.0, 675.275311), (70.0, 22.75)}
     assert page.speed_findings(rows) == [
-        "Linear layers in training (a GPU, 13008 x 1024 x 4096), speed over dense: 2:4, own kernels 1.30."
+        "Linear layers in training (a GPU, 13008 x 1024 x 4096), speed over dense: 2:4 (own kernels) 1.30."
     ]
     assert {one.measured for one in page.comparisons([])} == {None}
     titles = [section.title.partition(" (")[0] for section in page.speed_sections(rows)]
