@@ -19,6 +19,7 @@ from ao_lab.cli.terminal import (
     check_device,
     check_writable,
     console,
+    lines,
     print_json,
     print_table,
     short_number,
@@ -205,7 +206,8 @@ def run_plan(
             model = load(source, where.config, None, progress)
         report, before = report_of(model), quantize.stored_bytes(source, model)
         beside, tensors = quantize.unloaded(source, model)
-        where, saved = where.saved(model, target, beside)
+        with lines("quantize: writing the folder", always=as_json):
+            where, saved = where.saved(model, target, beside)
     except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
     files = quantize.copy_the_rest(source, target)

@@ -38,6 +38,7 @@ from ao_lab.cli.terminal import (
     check_room,
     check_writable,
     console,
+    lines,
     print_json,
     print_table,
     track_progress,
@@ -227,7 +228,8 @@ def run_quantize(
         skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
         beside, tensors = unloaded(source, model)
-        plan, saved = plan.saved(model, target, beside)
+        with lines("quantize: writing the folder", always=as_json):
+            plan, saved = plan.saved(model, target, beside)
     except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
     files = copy_the_rest(source, target)
@@ -300,6 +302,7 @@ def loaded(source: Path, config: Config, accepts: SkippedLayers, progress: Progr
 def progress_bar(as_json: bool) -> Iterator[Progress]:
     """Shows weights as they are quantized: a bar on a terminal's stderr, lines elsewhere and beside JSON."""
     with track_progress("quantize", plain=as_json, transient=True) as work:
+        work.at(0, "reading the model")
         yield lambda name, done, total: work.at(done, name, total)
 
 

@@ -328,9 +328,12 @@ class Work:
     #: pace, and the first step compiles and reads what later ones find.
     first: tuple[int, float] | None = None
     warm: bool = False
-    #: Where steps come several at a time, each time after a pass that has a word of its own (a calibration's blocks): when the
-    #: last ones came. The pace is then that of the passes after the first.
-    reached: float | None = None
+    #: When the last steps came, and how many at once. Where they come several at a time, each time after a pass that has a
+    #: word of its own (a calibration's blocks), the pace is that of the passes after the first (`by_pass`).
+    reached: float = 0.0
+    together: int = 1
+    by_pass: bool = False
+    pass_began: int = 0
 
     def step(self, word: str = "") -> None:
         """One more step is done."""
@@ -339,13 +342,15 @@ class Work:
     def at(self, done: int, word: str = "", total: int | None = None) -> None:
         """So many steps are done; a word stays until another comes."""
         now, passes = time.monotonic(), done == self.done and word not in ("", self.word)
-        self.reached = now if self.reached is not None and done > self.done else self.reached
+        if done > self.done:
+            self.reached, self.together = now, done - (self.pass_began if self.by_pass else self.done)
+        self.pass_began = done if passes else self.pass_began
         self.done, self.word, self.total = done, word or self.word, total or self.total
         if self.total and (self.first is None or (not self.warm and done > self.first[0])):
             self.warm = self.first is not None
             self.first = (done, now)
-        elif self.warm and passes and self.reached is None:
-            self.first, self.reached = (done, now), now
+        elif self.warm and passes and not self.by_pass:
+            self.first, self.reached, self.by_pass = (done, now), now, True
 
     def line(self, began: float) -> str:
         """As a line says it; began: when the command did, so that one clock runs through all of its works."""
@@ -355,12 +360,16 @@ class Work:
         return ", ".join(part for part in parts if part)
 
     def _left(self, now: float) -> str:
-        """About how long the rest takes, at the pace since the first count; "" where there is none to judge by."""
+        """About how long the rest takes, at the pace from the first count to the last; "" where there is none to judge by, and
+        where the last step takes longer than that. While a step does, what is left stays as it is."""
         if self.total is None or self.first is None or not self.first[0] < self.done < self.total:
             return ""
-        until = now if self.reached is None else self.reached
-        pace = (until - self.first[1]) / (self.done - self.first[0])
-        left = max(pace * (self.total - self.done) - (now - until), 0.0)
+        pace = (self.reached - self.first[1]) / (self.done - self.first[0])
+        later, waited = self.total - self.done - self.together, now - self.reached
+        this = max(pace * self.together - waited, 0.0)
+        if later <= 0 and not this:
+            return ""
+        left = pace * max(later, 0) + this
         return f"about {left:.0f} s left" if left < IN_MINUTES else f"about {left / 60:.0f} min left"
 
 

@@ -224,23 +224,33 @@ def convert_qat(call: Call) -> Report:
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
     for places in weights.values():
         _check_one_end(places)
-    total = len(weights) + len(adapted)
+    total, moved = len(weights) + len(adapted), list[tuple[float, float]]()
     try:
         for done, places in enumerate(weights.values(), 1):
             _convert_one(places, device)
             if progress is not None:
                 progress(places[0][0], done, total)
         for done, (name, layer, wanted) in enumerate(adapted, len(weights) + 1):
-            merge(layer, wanted, device)
+            moved.append(merge(layer, wanted, device))
             if progress is not None:
                 progress(name, done, total)
         if device is not None:
             model.to(device)
         for holder, name, own in list(rounded_buffers(model)):
             holder._buffers[name] = own
+        for name, _, _ in adapted:
+            reasons[name] += _loss_of_merging(moved)
     finally:
         keep_report(model, QuantizationPlan(reasons=reasons))
     return report_of(model)
+
+
+def _loss_of_merging(moved: list[tuple[float, float]]) -> str:
+    """How much rounding the sums of weights and adapters moved the weights, of all layers; "" where it moved none."""
+    lost, added = (sum(both) for both in zip(*moved, strict=True))
+    if not lost or not added:
+        return ""
+    return f"; rounding the sums moved the weights by {(lost / added) ** 0.5:.2g} times what the adapters had added"
 
 
 def _select_layers(

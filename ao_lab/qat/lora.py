@@ -507,13 +507,26 @@ def check_mergeable(name: str, layer: LoRALinear, config: QATConfig) -> None:
         raise ValueError(f"{name} was trained on {have}, not {wanted}; convert it to that")
 
 
-def merge(layer: LoRALinear, config: QATConfig, device: Device) -> None:
-    """Step "convert" of one layer; a weight that was shared with others is the layer's own afterwards."""
+def merge(layer: LoRALinear, config: QATConfig, device: Device) -> tuple[float, float]:
+    """Step "convert" of one layer; a weight that was shared with others is the layer's own afterwards. Returns the squares of
+    what rounding the sum moved the weight by, and of what the adapters had added; zeros on the meta device."""
     result = merged_weight(layer, None if config.base_config is None else config.recipe())
+    lost = _lost(layer, result)
     if device is not None:
         result = nn.Parameter(result.to(device), requires_grad=result.requires_grad)
     drop_adapters(layer)
     layer._parameters["weight"] = result
+    return lost
+
+
+def _lost(layer: LoRALinear, result: torch.Tensor) -> tuple[float, float]:
+    """Squares of the difference of a merged weight from the sum that trained, and of the adapters' part of it."""
+    if result.is_meta:
+        return 0.0, 0.0
+    merged, base = layer.merged().float(), layer.weight.detach()
+    base = base.dequantize() if isinstance(base, QuantizedTensor) else base
+    kept = result.detach().dequantize() if isinstance(result, QuantizedTensor) else result.detach()
+    return float((kept.float() - merged).square().sum()), float((merged - base.float()).square().sum())
 
 
 __all__ = ["lora_state_dict"]

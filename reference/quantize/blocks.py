@@ -56,6 +56,11 @@ class Blocks:
         if self.block in (-1, "tensor"):  # one block, whatever its length, which a tracer may leave open
             return
         for length, size in zip(self._lengths, self._sizes, strict=True):
+            if length % size and not self.partial and not self.shape:
+                raise ValueError(
+                    f"a single value (shape ()) has no axis to cut into blocks of {size}; give an array, such as x.reshape(1) "
+                    f"padded to {size} values, or a scheme with one scale for a row or a tensor"
+                )
             if length % size and not self.partial:
                 raise ValueError(
                     f"shape {self.shape}: {length} elements are not divisible by the block size {size}"

@@ -171,7 +171,12 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step
     assert inner.line(outer.started) == "blocks 9 of 30, gptq, 170 s, about 105 s left"
     clock[0] = 180.0
     inner.at(9)
-    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 180 s, about 4 min left"
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 180 s, about 95 s left"
+    clock[0] = 220.0  # a slow one: the estimate stays, and at the end nothing is said of it
+    assert inner.line(outer.started) == "blocks 9 of 30, gptq, 220 s, about 95 s left"
+    inner.at(29)
+    clock[0] = 999.0
+    assert inner.line(outer.started) == "blocks 29 of 30, gptq, 999 s"
 
 
 def test_an_estimate_of_blocks_counts_the_passes_before_their_weights(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -270,18 +271,23 @@ def test_saved_and_loaded(name):
 def test_merged(name, dtype):
     """Step "convert" stores the reference's codes of the float32 sum; layers are plain, static scales stay."""
     net = adapted(CONFIGS[name], dtype)
-    sums = [
-        layer.weight.detach().dequantize(torch.float32)
-        + 2 * (layer.lora_b.detach().float() @ layer.lora_a.detach().float())
-        for layer in (net.first, net.second)
+    added = [
+        2 * (one.lora_b.detach().float() @ one.lora_a.detach().float()) for one in (net.first, net.second)
     ]
+    bases = [layer.weight.detach().dequantize(torch.float32) for layer in (net.first, net.second)]
+    sums = [base + more for base, more in zip(bases, added, strict=True)]
     given = net.first.weight.input_scale
     seen = []
     report = quantize_(
         net, QATConfig(CONFIGS[name], step="convert"), progress=lambda *told: seen.append(told)
     )
     assert seen == [("first.weight", 1, 2), ("second.weight", 2, 2)]
-    assert [layer.reason for layer in report.changed] == ["trained by QAT, adapters merged"] * 2
+    said = r"trained by QAT, adapters merged; rounding the sums moved the weights by (\S+) times what the adapters had added"
+    (told,) = {re.fullmatch(said, layer.reason)[1] for layer in report.changed}
+    layers = (net.first, net.second)
+    lost = [one.weight.dequantize().float() - dense for one, dense in zip(layers, sums, strict=True)]
+    both = [sum(float(x.square().sum()) for x in parts) for parts in (lost, added)]
+    assert float(told) == pytest.approx((both[0] / both[1]) ** 0.5, rel=0.06)  # two digits
     for layer, dense in zip((net.first, net.second), sums, strict=True):
         assert type(layer) is nn.Linear
         assert [key for key, _ in layer.named_parameters() if key.startswith("lora")] == []

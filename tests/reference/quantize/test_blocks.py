@@ -118,7 +118,7 @@ def test_an_empty_row_holds_one_zero():
             32,
             r"shape \(4, 33\): 33 elements are not divisible by the block size 32 along axis 1; pad",
         ),
-        ((), 32, r"shape \(\): 1 elements are not divisible by the block size 32"),
+        ((), 32, r"a single value \(shape \(\)\) has no axis to cut into blocks of 32"),
         ((3, 4), (2, 4), r"shape \(3, 4\): 3 elements are not divisible by the block size 2"),
         ((9,), "flat:4", r"shape \(9,\): 9 elements are not divisible by the block size 4; pad"),
         ((4,), (2, 2), r"blocks of \(2, 2\) need at least two axes, got shape \(4,\)"),
