@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import fast
-from ao_lab.calibration.groups import Target, dense_of, with_packed_codes
+from ao_lab.calibration.groups import Target, dense_of, rows_stand_alone, with_packed_codes
 from ao_lab.calibration.judge import output_error, quantized_inputs, token_errors
 from ao_lab.calibration.layers import Calibrated, Part
 from ao_lab.calibration.methods import AutoRound
@@ -42,6 +42,9 @@ from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales
 from reference.calibration.signround import Span
 
+#: Elements of a matrix of several weights at most: temporaries of a step are several times its size.
+SMALL = 1 << 24
+
 
 @dataclass
 class Learned:
@@ -51,10 +54,7 @@ class Learned:
     before: Calibrated
     part: Part
     inputs: SplitMoments
-    #: Its state, once learning begins: other weights of the block may be quantized before.
-    state: Any = None
     leaf: nn.Parameter | None = None
-    stepped: Any = None
 
     @cached_property
     def dense(self) -> torch.Tensor:
@@ -62,21 +62,16 @@ class Learned:
         dense, length = dense_of(self.target), self.rotation
         return fast.rotate(dense, length, dtype=torch.float32) if length else dense
 
-    def begin(self) -> None:
-        """Start at what methods before have made."""
+    def begin(self) -> Any:
+        """The state that starts at what methods before have made: other weights of the block may be quantized before."""
         start = None if self.scales is None else self.before.weight.plain.quantized
-        self.state = fast.signround_start(self.dense, self.scheme, start)
+        return fast.signround_start(self.dense, self.scheme, start)
 
     @cached_property
     def scales(self) -> Scales | None:
         """Its codes' scales where they stay: methods have searched them, or share an outer one."""
         stays = not self.before.rounded or self.part.outer is not None
         return self.before.weight.plain.quantized.scales if stays else None
-
-    @cached_property
-    def span(self) -> Span | None:
-        """Its blocks' ends where scales are learned, the same for all steps."""
-        return signround_span(self.dense, self.scheme) if self.scales is None else None
 
     @property
     def scheme(self) -> Any:
@@ -93,30 +88,22 @@ class Learned:
         """The first of its layers."""
         return next(iter(self.target.layers.values()))
 
-    def put(self) -> None:
-        """The values of the state in the layers, to take gradients."""
-        v, low, high = self.state
-        values, self.stepped = signround_unchecked(
-            self.dense, v, low, high, self.scheme, scales=self.scales, span=self.span
-        )
-        self._place(values)
-
     def put_start(self) -> None:
         """The values of the weight that it started at: V reaches no code that lies farther than the next."""
-        self._place(fast.dequantize(self.before.weight.plain.quantized))
+        self.place(fast.dequantize(self.before.weight.plain.quantized))
 
-    def _place(self, values: torch.Tensor) -> None:
+    def place(self, values: torch.Tensor) -> None:
+        """Values (out, in) in the layers, to take gradients."""
         values = values.to(self.before.weight.dtype)
         self.leaf = nn.Parameter(values.T.contiguous() if self.target.transposed else values)
         for module in self.target.layers.values():
             module._parameters["weight"] = self.leaf
 
-    def step(self, rate: float) -> None:
-        """Move the state against its gradients, made of those of the values."""
+    def gradient(self) -> torch.Tensor:
+        """That of its values, (out, in) in the dtype of `dense`; 0 where nothing gave any."""
         assert self.leaf is not None
         g = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
-        g = (g.T if self.target.transposed else g).contiguous().to(self.dense.dtype)
-        self.state, self.stepped = self.stepped(g, rate), None
+        return (g.T if self.target.transposed else g).contiguous().to(self.dense.dtype)
 
     def codes(self, state: Any) -> Quantized:
         """What a state stores."""
@@ -136,6 +123,83 @@ class Learned:
 
 
 @dataclass
+class Joined:
+    """Weights whose rows are those of one matrix in each step, with the bits that each has alone (`rows_stand_alone`).
+
+    A step is some two hundred small operations a matrix where ranges are learned, which a GPU waits for if weights are small.
+    """
+
+    weights: list[Learned]
+    state: Any = None
+    stepped: Any = None
+
+    @cached_property
+    def dense(self) -> torch.Tensor:
+        """All rows."""
+        return _rows([one.dense for one in self.weights])
+
+    @cached_property
+    def span(self) -> Span | None:
+        """The blocks' ends where scales are learned, the same for all steps."""
+        first = self.weights[0]
+        return signround_span(self.dense, first.scheme) if first.scales is None else None
+
+    def begin(self) -> None:
+        """Start at what methods before have made."""
+        states = [one.begin() for one in self.weights]
+        self.state = type(states[0])(
+            *(None if parts[0] is None else _rows(parts) for parts in zip(*states, strict=True))
+        )
+
+    def put(self) -> None:
+        """The values of the state in the layers, to take gradients."""
+        first, (v, low, high) = self.weights[0], self.state
+        values, self.stepped = signround_unchecked(
+            self.dense, v, low, high, first.scheme, scales=first.scales, span=self.span
+        )
+        for one, part in zip(self.weights, self._split(values), strict=True):
+            # Memory of its own: how a product sums may depend on where a matrix begins.
+            one.place(part if len(self.weights) == 1 else part.clone())
+
+    def step(self, rate: float) -> None:
+        """Move the state against its gradients, made of those of the values."""
+        self.state, self.stepped = self.stepped(_rows([one.gradient() for one in self.weights]), rate), None
+
+    def states(self, state: Any) -> list[Any]:
+        """Each weight's part of a state."""
+        nothing = [None] * len(self.weights)
+        parts = [nothing if part is None else self._split(part) for part in state]
+        return [type(state)(*one) for one in zip(*parts, strict=True)]
+
+    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight's rows of values or of blocks."""
+        whole = max(len(self.dense), 1)
+        return list(torch.split(part, [len(one.dense) * len(part) // whole for one in self.weights]))
+
+
+def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def joined(weights: Sequence[Learned]) -> list[Joined]:
+    """The weights of a block, those in one matrix that learn ranges, have one scheme and are small, in their order."""
+    result: list[Joined] = []
+    known: dict[Any, Joined] = {}
+    for one in weights:
+        dense = one.dense
+        key = one.scheme, dense.shape[1], dense.dtype, dense.device
+        alone = one.scales is not None or not rows_stand_alone(one.scheme, len(dense))
+        into = None if alone else known.get(key)
+        if into is not None and sum(w.dense.numel() for w in into.weights) + dense.numel() <= SMALL:
+            into.weights.append(one)
+            continue
+        result.append(Joined([one]))
+        if not alone:
+            known[key] = result[-1]
+    return result
+
+
+@dataclass
 class Learning:
     """One block while its weights are learned."""
 
@@ -143,6 +207,8 @@ class Learning:
     tokens: Tokens
     method: AutoRound
     weights: list[Learned]
+    #: The same, those that are evaluated as one matrix together.
+    joined: list[Joined] = field(default_factory=list)
     #: The states of the least loss, and that, on the block's device; None before the first step.
     best: list[Any] | None = None
     least: torch.Tensor | None = None
@@ -153,14 +219,15 @@ class Learning:
 
     def run(self) -> list[Calibrated]:
         """Learn; the weights, as they were where nothing is won."""
-        for one in self.weights:
+        self.joined = joined(self.weights)
+        for one in self.joined:
             one.begin()
         with self._in_place():
-            for one in self.weights:
-                one.put_start()
+            for weight in self.weights:
+                weight.put_start()
             before = self.error()
             self._learn()
-            last = [one.state for one in self.weights]
+            last = [one.state for one in self.joined]
             states = [last if self.best is None else self.best, last]
             errors = [self._error_of(one) for one in states]
         best = min(range(len(states)), key=lambda i: errors[i])
@@ -170,10 +237,15 @@ class Learning:
             note += "; padding and held-out tokens are part of it, since its outputs are not of the batch's tokens"
         if not share < 1:
             return [
-                one.before.noting("autoround did not lower the block's error and was not used")
-                for one in self.weights
+                weight.before.noting("autoround did not lower the block's error and was not used")
+                for weight in self.weights
             ]
-        return [one.remade(state, note) for one, state in zip(self.weights, states[best], strict=True)]
+        parts = {
+            id(weight): part
+            for one, state in zip(self.joined, states[best], strict=True)
+            for weight, part in zip(one.weights, one.states(state), strict=True)
+        }
+        return [weight.remade(parts[id(weight)], note) for weight in self.weights]
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -197,21 +269,21 @@ class Learning:
         """All steps."""
         order = self._order()
         for step in range(self.method.steps):
-            for one in self.weights:
+            for one in self.joined:
                 one.put()
             self._remember(self._loss([next(order) for _ in range(self._count())]))
             rate = (1 - step / self.method.steps) / self.method.steps
-            for one in self.weights:
+            for one in self.joined:
                 one.step(rate)
 
     def _remember(self, loss: torch.Tensor) -> None:
         """Keep the states of the least loss; chosen on the device, so that no step waits for it, and in one place."""
         if self.best is None or self.least is None:
             self.least = torch.full_like(loss, torch.inf)
-            self.best = [type(one.state)(*map(_copied, one.state)) for one in self.weights]
+            self.best = [type(one.state)(*map(_copied, one.state)) for one in self.joined]
         better = loss < self.least
         torch.where(better, loss, self.least, out=self.least)
-        for one, best in zip(self.weights, self.best, strict=True):
+        for one, best in zip(self.joined, self.best, strict=True):
             signround_keep(better, one.state, best)
 
     def _order(self) -> Iterator[int]:
@@ -260,8 +332,8 @@ class Learning:
 
     def _error_of(self, states: list[Any]) -> float:
         """The block's error with these states."""
-        now = [one.state for one in self.weights]
-        for one, state in zip(self.weights, states, strict=True):
+        now = [one.state for one in self.joined]
+        for one, state in zip(self.joined, states, strict=True):
             one.state = state
             one.put()
             one.state = now.pop(0)

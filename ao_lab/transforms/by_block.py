@@ -27,13 +27,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ao_lab.transforms.data import Call, calls_of, described, leaves, place_of, replaced, tensors
+from ao_lab.transforms.data import Call, Ranges, calls_of, described, leaves, place_of, replaced, tensors
 from ao_lab.transforms.walk import (
     Capture,
     Enough,
     Handed,
     HeldTensor,
-    first_tensor,
     input_of,
     noting,
     share,
@@ -177,6 +176,7 @@ class ByBlock(Capture):
         try:
             with self.stood_in(), suppress(Enough):
                 model(*call[0], **call[1])
+            self.check_ranges()
             self.check_all_ran()
         except Exception as error:  # noqa: BLE001  the whole model says what is wrong with a batch
             self.forget(first)
@@ -245,7 +245,7 @@ class ByBlock(Capture):
             for index, name in enumerate(self.blocks if group else ()):
                 self.say(name)
                 for number, call in enumerate(group):
-                    self.running, self.at = first + number, ""
+                    self.running, self.at, self.ranges = first + number, "", Ranges()
                     with noting(model, self, call):
                         stream[number] = self._handed_on(index, stream[number])
         finally:
@@ -279,7 +279,7 @@ class ByBlock(Capture):
         """Take in the output of a block, or hold it against the first batch's."""
         name = list(self.blocks)[index]
         if self.stage is Stage.BLOCK:
-            self.check_output(first_tensor(output, name), name)
+            self.check_returned(name, output)
             if self._form_of(output, name) != self.forms[index]:
                 raise UnsuitedError(f"{name} returns another number of values than of the first batch")
             self.given = []
@@ -295,10 +295,10 @@ class ByBlock(Capture):
     def _form_of(self, output: Any, name: str) -> Any:
         return form_of(output, self.first, self.given, name)
 
-    def check_output(self, x: torch.Tensor, name: str) -> None:
+    def check_returned(self, name: str, output: Any) -> None:
         """ValueError for NaN or infinity, where there are values."""
         if self.stage is not Stage.AROUND:
-            super().check_output(x, name)
+            super().check_returned(name, output)
 
 
 @contextmanager

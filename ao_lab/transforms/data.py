@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,6 +91,37 @@ class Seen:
     def is_still(self, x: torch.Tensor) -> bool:
         """Whether x is a view of the same values, and nothing has written to them since."""
         return self.place is not None and place_of(x) == self.place
+
+
+class Range(NamedTuple):
+    """The ends of what a tensor holds, NaN where it holds NaN; what it is of, and a note."""
+
+    name: str
+    note: str
+    low: float
+    high: float
+
+
+class Ranges:
+    """Ranges of tensors that are taken together, so that the host waits for a device once and not for each."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self.last: Seen | None = None
+
+    def add(self, x: torch.Tensor, name: str, note: str = "") -> None:
+        """That of a tensor that is not empty; once where the same was added last."""
+        if self.last is None or not self.last.is_still(x):
+            self.last = Seen(x)
+            self.waiting.append((name, note, torch.aminmax(x)))
+
+    def taken(self) -> list[Range]:
+        """All of them in order, of which none is kept."""
+        waiting, self.waiting, self.last = self.waiting, [], None
+        ends = [end for _, _, pair in waiting for end in pair]
+        alike = len({(end.device, end.dtype) for end in ends}) == 1
+        values = torch.stack(ends).tolist() if alike else [float(end) for end in ends]
+        return [Range(name, note, *values[2 * i : 2 * i + 2]) for i, (name, note, _) in enumerate(waiting)]
 
 
 def place_of(x: torch.Tensor) -> tuple[Any, ...] | None:

@@ -35,6 +35,7 @@ from torch import nn
 from ao_lab.transforms.data import (
     Autocast,
     Call,
+    Ranges,
     calls_of,
     changed,
     described,
@@ -333,13 +334,15 @@ class Capture:
     #: Names of layers that data reach, and what is to be said of the one that was reached last in this batch.
     reached: set[str] = field(default_factory=set)
     at: str = ""
+    #: Of the block that runs: the ranges of its layers' inputs.
+    ranges: Ranges = field(default_factory=Ranges)
 
     def begin(self, call: Call) -> None:
         """A new batch."""
         self.calls.append([])
         self.masks.append(mask_of(call))
         self.autocasts.append([])
-        self.at, self.known, self.last = "", Known(), None
+        self.at, self.known, self.last, self.ranges = "", Known(), None, Ranges()
         self.running = len(self.calls) - 1
 
     def run(self, model: nn.Module, calibration: Iterable[Any]) -> None:
@@ -353,6 +356,7 @@ class Capture:
         with noting(model, self, call):
             with suppress(Enough):
                 model(*call[0], **call[1])
+            self.check_ranges()
             self.check_all_ran()
 
     def check_all_ran(self) -> None:
@@ -364,18 +368,27 @@ class Capture:
             )
 
     def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Note that data reach a layer; ValueError where no statistic can be kept of its input."""
+        """Note that data reach a layer, and the ends of its input's range, which are looked at when its block has returned."""
         self.at = f"; it was at {name}, {described(module.weight)}, with an input of {described(x)}"
         if not x.numel():
             return
         self.reached.add(name)
-        most, batch = float(x.abs().max()), self.running
-        if not math.isfinite(most):
-            raise ValueError(f"{name} is given NaN or infinity by batch {batch}; {LEAVE_OUT}")
-        if most > LARGEST_INPUT:
-            raise ValueError(
-                f"{name} is given values up to {most:.2g} by batch {batch}, whose squares overflow float32; {LEAVE_OUT}"
-            )
+        self.ranges.add(x, name, self.at)
+
+    def check_ranges(self) -> None:
+        """ValueError for layers that ran since the last block returned, of whose inputs no statistic can be kept, and for NaN
+        or infinity in what that block hands on.
+        """
+        for name, note, low, high in self.ranges.taken():
+            most, finite = max(-low, high), math.isfinite(low) and math.isfinite(high)
+            if finite and (not note or most <= LARGEST_INPUT):
+                continue
+            self.at, batch = note or self.at, self.running
+            if not note:
+                raise ValueError(f"{name} makes NaN or infinity of batch {batch}; {LEAVE_OUT}")
+            what = f"values up to {most:.2g} by batch {batch}, whose squares overflow float32"
+            what = what if finite else f"NaN or infinity by batch {batch}"
+            raise ValueError(f"{name} is given {what}; {LEAVE_OUT}")
 
     def before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the arguments of a block; ValueError where the walk would not be the model."""
@@ -439,17 +452,18 @@ class Capture:
                 f"{name or 'the model'} writes to an argument, {described(written)}, so that its second run would compute "
                 f"something else; let it write to a copy"
             )
+        self.check_returned(name, output)
         if len(self.blocks) > 1:
-            x = first_tensor(output, name)
-            self.check_output(x, name)
             self.known.returned(index, output)
-            self.last = x
+            self.last = first_tensor(output, name)
         if index == len(self.blocks) - 1 and self.running:
             raise Enough
 
-    def check_output(self, x: torch.Tensor, name: str) -> None:
-        """ValueError for NaN or infinity in what a block hands on."""
-        _check_finite(x, f"{name} makes NaN or infinity of batch {self.running}")
+    def check_returned(self, name: str, output: Any) -> None:
+        """Look at what a block hands on, and at what its layers were given: the host waits once for all of it."""
+        if len(self.blocks) > 1 and (x := first_tensor(output, name).detach()).numel():
+            self.ranges.add(x, name)
+        self.check_ranges()
 
     def output(self, index: int, batch: int, held: Mapping[Handed, HeldTensor]) -> Any:
         """What a block returns as it is now, of what the ones before have handed on in a batch."""

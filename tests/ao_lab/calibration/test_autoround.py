@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ao_lab import SchemeConfig, quantize_
-from ao_lab.calibration import tokens
+from ao_lab.calibration import autoround, tokens
 from ao_lab.calibration.autoround import (
     ATTENTION,
     Learning,
@@ -103,9 +103,26 @@ def test_the_same_call_has_the_same_bits_and_goes_on_after_a_kill(tmp_path):
     assert_same(again, one)
 
 
-def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
-    from ao_lab.calibration import autoround
+def test_small_weights_are_evaluated_as_one_matrix_with_the_bits_of_each_alone(monkeypatch):
+    """All but the down projection read as many channels: the 14 matrices of two blocks are 4."""
+    models, calls = [], []
+    unchecked = autoround.signround_unchecked
+    monkeypatch.setattr(
+        autoround, "signround_unchecked", lambda w, *a, **k: calls.append(len(w)) or unchecked(w, *a, **k)
+    )
+    for small, evaluated in ((1 << 24, 4), (0, 14)):
+        monkeypatch.setattr(autoround, "SMALL", small)
+        calls.clear()
+        models.append(language_model())
+        only = {"filter_fn": lambda m, n: n.startswith(("model.layers.0", "model.layers.1"))}
+        quantize_(models[-1], INT3, calibration=TOKENS, methods=(AutoRound(steps=2),), **only)
+        # Two steps, and the errors of the best and of the last state.
+        assert len(calls) == 4 * evaluated
+    assert_same(*models)
+    assert len(weights(models[0])) == 14
 
+
+def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
     model = stack()
     model.blocks[0].one.weight.requires_grad_(False)
     before = copy.deepcopy(model)
@@ -113,7 +130,7 @@ def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
     def fails(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr(autoround.Learned, "step", fails)
+    monkeypatch.setattr(autoround.Joined, "step", fails)
     with pytest.raises(MemoryError):
         quantize_(model, INT4, calibration=inputs(), methods=(AutoRound(steps=2),))
     assert not weights(model)

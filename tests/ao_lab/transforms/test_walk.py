@@ -2,11 +2,13 @@
 
 import copy
 import re
+from collections import Counter
 from itertools import chain
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ao_lab
 from ao_lab.transforms.data import calibrating, leaves, replaced
@@ -419,6 +421,36 @@ def test_what_is_not_finite_inside_of_a_block_is_refused():
     with pytest.raises(ValueError, match=r"1 is given NaN or infinity by batch 0; drop the batch, or look"):
         seen(stack, torch.ones(2, 8))
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
+
+
+class Waits(TorchDispatchMode):
+    """Counts ranges that are looked for, and values that the host waits for one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_a_block_for_all_that_is_looked_at():
+    """Ranges of four inputs, those of queries and of gates shared, and of an output."""
+    model = language_model()
+    layers = [(name, m) for name, m in model.model.layers.named_modules() if isinstance(m, nn.Linear)]
+    with calibrating(model), Waits() as waits:
+        captured(model, TOKENS[1:], find_blocks(model), layers=layers)
+    blocks = len(model.model.layers) * len(TOKENS[1:])
+    assert waits.counts["aminmax"] == 5 * blocks
+    assert waits.counts["stack"] == blocks
+
+
+def test_a_layer_behind_the_blocks_is_looked_at_too():
+    stack = nn.Sequential(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 8))
+    stack.forward = lambda x: stack[1](stack[0][1](stack[0][0](x)) * torch.inf)
+    with calibrating(stack), pytest.raises(ValueError, match=r"1 is given NaN or infinity by batch 0"):
+        captured(stack, [torch.ones(2, 8)], find_blocks(stack, "0"), layers=[("1", stack[1])])
 
 
 def test_inputs_whose_squares_overflow_are_refused():
