@@ -184,6 +184,31 @@ def attended(name, **device):
     return y.transpose(1, 2).double()
 
 
+def after_another(change=unchanged, **device):
+    """The emulated result whose queries are that of the launch in front."""
+    q, keys, values, length, _ = cache("values of float16")
+    problem = sm90_decode.problem_of(q, keys, kind_of(keys)[0], None)
+    at = StandIn(change=change, **device)
+    first, second = (at.empty((q.shape[0], 1, q.shape[1], q.shape[3]), q.dtype) for _ in range(2))
+
+    def attend():
+        for queries, y in ((q, first), (first.transpose(1, 2), second)):
+            given = (queries, keys, values, length, None, 0.2, 1, (y, None, None))
+            sm90_decode.launch(problem, variant_of(problem), *given)
+
+    at.made(attend, q, length, keys.codes, values.codes)
+    return second
+
+
+def test_it_waits_for_the_launch_in_front():
+    """Which may still be writing the queries, or the last token, when this one begins."""
+    require_nvrtc()
+    expected = after_another()
+    assert torch.equal(after_another(late=True), expected)
+    left_out = lambda text: text.replace("griddepcontrol.wait;", "")  # noqa: E731
+    assert not torch.equal(after_another(left_out, late=True), expected)
+
+
 def spread(values, tokens):
     """The largest scale of a token's values over the smallest one."""
     if values.scale is None or values.static:
