@@ -34,7 +34,7 @@ from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
 from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_, required_observers
-from ao_lab.quantization.plan import QuantizationPlan, planned
+from ao_lab.quantization.plan import ALREADY, QuantizationPlan, planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Filter, Progress
 
@@ -227,9 +227,12 @@ def quantized_further(
         run(model)
     except ValueError as error:
         kinds = sorted({layer.scheme for layer in loaded})
+        # What cannot be changed are these weights: said once.
+        rest = "" if ALREADY in str(error) else f" Of the rest: {error}"
         raise ValueError(
             f"{folder} is quantized already: {len(loaded)} weights in {', '.join(kinds[:4])} "
-            f"({loaded[0].name if loaded else 'none'}, for instance), which stay as they are. Of the rest: {error}"
+            f"({loaded[0].name if loaded else 'none'}, for instance), which stay as they are; give its unquantized base model."
+            f"{rest}"
         ) from error
     return model
 

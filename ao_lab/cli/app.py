@@ -540,7 +540,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
         with heeding_sigterm(), quiet_imports():
-            return int(app(args=arguments, standalone_mode=False) or 0)
+            code = int(app(args=arguments, standalone_mode=False) or 0)
+            # Typer makes an exit code of Ctrl-C where no command heeded it.
+            return complain("stopped", code) if code == INTERRUPTED else code
     except (typer.Abort, KeyboardInterrupt):
         return complain("stopped", INTERRUPTED)
     except Terminated:

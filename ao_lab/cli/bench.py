@@ -88,23 +88,22 @@ def command(
 ) -> None:
     """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
     from ao_lab.cli.compare import configuration, split
-    from ao_lab.cli.early import check_model
+    from ao_lab.cli.early import BENCHMARK, check_model
 
     if model is None and not shape:
         raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
     check_model(model, "ao-lab quantize or transformers")
     shapes = [shape_of(one) for one in shape or []]
-    from ao_lab.measure.benchmark import benchmark
-    from ao_lab.measure.times import FILE
-
     check_device(device.value if device else None)
     if out is not None:
         check_writable(out, "--out")
     names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
     with (
-        when_stopped(lambda: kept_in(out, FILE)),
+        when_stopped(lambda: kept_in(out, BENCHMARK)),
         track_progress("bench", plain=as_json, transient=True) as work,
     ):
+        from ao_lab.measure.benchmark import benchmark
+
         found = benchmark(
             model,
             shapes=shapes,

@@ -121,17 +121,16 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
-    from ao_lab.cli.early import check_counts, check_harness, check_model, check_texts
+    from ao_lab.cli.early import COMPARISON, check_counts, check_harness, check_model, check_texts
 
     asked = [name for given in tasks or [] for name in split(given)]
     check_model(model_dir, "ao-lab quantize or transformers")
     check_counts(limit, length, new_tokens)
     check_texts(text=text, calibration=calibration)
     check_harness(asked)
-    from ao_lab.eval import HarnessOptions
-    from ao_lab.measure.compare import FILE
+    with when_stopped(lambda: kept_in(out, COMPARISON)):
+        from ao_lab.eval import HarnessOptions
 
-    with when_stopped(lambda: kept_in(out, FILE)):
         where = device.value if device else None
         named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,

@@ -22,11 +22,24 @@ def check_model(folder: Path | None, writers: str) -> None:
         raise WrongInput(without(folder, "no config.json", writers))
 
 
+#: Files in which `ao-lab compare --out` and `ao-lab bench --out` keep what they have measured: FILE of their modules.
+COMPARISON, BENCHMARK = "comparison.json", "benchmark.json"
+#: Files that transformers, or ao_lab, reads weights from.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+def check_weights(folder: Path) -> None:
+    """WrongInput where a folder has no file of weights."""
+    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        raise WrongInput(f"{folder} has a config.json and no weights: no file named model.safetensors")
+
+
 def check_quantize(folder: Path, config: str | None, activation: str | None, options: list[str]) -> None:
     """WrongInput for a folder without a model, and for a configuration and options that are none."""
     from ao_lab.cli.named_config import config_of, with_options
 
     check_model(folder, "transformers' save_pretrained")
+    check_weights(folder)
     if config is not None:
         name, given = with_options(config, options)
         config_of(name, activation, given)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ao_lab.checkpoint.io.files import hub_name, leads_out, links_out, resolved, roots
 from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
+from ao_lab.cli.early import check_model, check_weights
 from ao_lab.cli.layout import (
     HEAD,
     SkippedLayers,
@@ -45,7 +46,6 @@ from ao_lab.cli.terminal import (
 )
 from ao_lab.cli.terminal import say as say_now
 from ao_lab.install.extras import needed, wrong_input
-from ao_lab.measure.folders import without_model
 from ao_lab.transforms.report import groups
 
 if TYPE_CHECKING:
@@ -171,10 +171,6 @@ def _named_code(source: Path) -> set[str]:
     return names
 
 
-#: Files that transformers, or ao_lab, reads weights from.
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-
-
 def run_quantize(
     source: Path,
     target: Path,
@@ -258,12 +254,10 @@ def run_quantize(
 
 def check_folders(source: Path, target: Path) -> None:
     """WrongInput where there is no model, or where the result would fall among other files."""
-    if not (source / "config.json").is_file():
-        raise WrongInput(without_model(source, "transformers' save_pretrained"))
+    check_model(source, "transformers' save_pretrained")
     if outside := links_out(source, SETTINGS):
         raise WrongInput(f"{source / outside[0]} is a link out of the model's folder; copy the file there")
-    if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
-        raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")
+    check_weights(source)
     check_new_folder(target)
     check_writable(target, "OUT_DIR")
     # Weights of 32 bits become at least one bit each.

@@ -311,8 +311,9 @@ def doubtful(rows: Sequence[Compared]) -> list[Compared]:
     for row, baseline in zip(rows, baselines, strict=True):
         why = row.doubt or drift_of(baseline, baselines)
         if not why and row.load is not None and row.cores and row.load > SPREAD * row.cores:
-            why = f"the host had {row.load:.1f} processes to run on {row.cores} cores"
-        found.append(replace(row, doubt=why))
+            why = f"the host had more than {SPREAD * row.cores:g} processes to run on {row.cores} cores"
+        # The unquantized model's speedup is 1 by definition.
+        found.append(row if row.name == BASE else replace(row, doubt=why))
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.files import hub_name
+from ao_lab.checkpoint.io.markdown import hub_name as name_in_card
 from ao_lab.eval import (
     PAIRED,
     TASKS,
@@ -215,14 +216,16 @@ def source_of(text: str | Path | Text | None, corpus: str | Path | None) -> Text
 
 
 def name_of(model: str | Path | nn.Module) -> str:
-    """The last part of a folder (owner/name in the Hub's cache), or the class of a model in memory; TypeError for neither."""
+    """The name of a folder's model, without its owner, as the Hub's cache or the card of `ao-lab pretrained` has it, else the
+    last part of the folder; or the class of a model in memory. TypeError for neither."""
     if not isinstance(model, (str, Path, nn.Module)):
         raise TypeError(
             f"the model is a folder or a torch.nn.Module, got {type(model).__name__}: {model!r:.60}"
         )
     if isinstance(model, nn.Module):
         return type(model).__name__
-    return hub_name(Path(model)) or Path(model).resolve().name
+    folder = Path(model)
+    return (hub_name(folder) or name_in_card(folder / CARD) or folder.resolve().name).rpartition("/")[2]
 
 
 def _local(
@@ -261,6 +264,8 @@ def _local(
     return Evaluation(name_of(model), numbers, None if against is None else name_of(against), conditions)
 
 
+#: The model card of a folder.
+CARD = "README.md"
 #: Where conditions say why errors of weights are not there.
 LEFT_OUT = "weights_left_out"
 

@@ -23,6 +23,7 @@ WORDS = {
     "choice: ": "choice by",
     "rule: ": "rule",
     "tasks: not measured: ": "tasks not measured",
+    "computed by: ": "computed by",
 }
 #: What stands in the metric of a standard error.
 ERROR = ", standard error"

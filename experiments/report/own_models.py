@@ -28,6 +28,13 @@ TITLES = {
 }
 
 
+#: How sentences begin that say what the project's own report lacks.
+OF_THE_PROJECT = (
+    "**Not measured yet at this scale**",
+    "**Other projects' own code has not been measured yet.**",
+)
+
+
 @dataclass(frozen=True)
 class OwnPart:
     """What one experiment measured of the models: its heading, and its page (`experiments.report.pages.Page`) with the sections
@@ -58,8 +65,16 @@ def parts_of(pages: Sequence[Any]) -> list[OwnPart]:
 
 
 def measured(sections: Sequence[Section]) -> list[Section]:
-    """Sections with the tables that show rows; none of those that show nothing but published values."""
-    found = [replace(one, tables=[table for table in one.tables if has_rows(table)]) for one in sections]
+    """Sections with the tables that show rows, and without what the project's own report lacks; none of those that show nothing
+    but published values."""
+    found = [
+        replace(
+            one,
+            tables=[table for table in one.tables if has_rows(table)],
+            paragraphs=[text for text in one.paragraphs if not text.startswith(OF_THE_PROJECT)],
+        )
+        for one in sections
+    ]
     return [one for one in found if one.tables or one.drawings]
 
 

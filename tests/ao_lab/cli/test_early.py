@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
-from ao_lab.cli.early import NAMED_TEXTS
+from ao_lab.cli import early
+from ao_lab.cli.app import main
+from ao_lab.cli.terminal import INTERRUPTED
 from ao_lab.eval import NAMED
+from ao_lab.measure import compare, times
 
 COMMANDS = {
     "there is no folder nowhere": ["compare", "nowhere"],
@@ -37,6 +40,7 @@ assert "torch" not in sys.modules
 def test_mistakes_are_answered_without_torch(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
     program = PROGRAM.format(commands=list(COMMANDS.values()))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -46,5 +50,22 @@ def test_mistakes_are_answered_without_torch(tmp_path):
     assert [words for words in COMMANDS if words not in said] == []
 
 
-def test_names_are_those_of_the_texts():
-    assert set(NAMED_TEXTS) == set(NAMED)
+def test_names_are_those_of_the_modules():
+    assert set(early.NAMED_TEXTS) == set(NAMED)
+    assert (early.COMPARISON, early.BENCHMARK) == (compare.FILE, times.FILE)
+
+
+def test_ctrl_c_is_answered_wherever_it_comes(monkeypatch, capsys, tmp_path):
+    """Before a command heeds it, too, as while libraries are imported."""
+
+    def stopped(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(early, "check_model", stopped)
+    assert main(["compare", str(tmp_path)]) == INTERRUPTED
+    assert capsys.readouterr().err == "ao-lab: stopped\n"
+    monkeypatch.undo()
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("ao_lab.cli.compare.run", stopped)
+    assert main(["compare", str(tmp_path)]) == INTERRUPTED
+    assert "stopped; nothing was kept (--out DIR does)" in capsys.readouterr().err

@@ -44,7 +44,10 @@ def test_a_name_is_a_model_in_every_command(tmp_path, capsys, monkeypatch):
     (place / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text("{}")
     assert model_folder("me/tiny") == snapshot
-    assert name_of(snapshot) == "me/tiny"
+    assert name_of(snapshot) == "tiny", "the name that experiments have in their tables"
+    (tmp_path / "fetched-0a1b").mkdir()
+    (tmp_path / "fetched-0a1b" / "README.md").write_text("---\nmodel_id: me/Tiny-1B\n---\n")
+    assert name_of(tmp_path / "fetched-0a1b") == "Tiny-1B"
     assert model_folder("me/other") == Path("me/other")
     monkeypatch.setattr("experiments.models.pretrained.default_cache", lambda: tmp_path)
     for command in (
