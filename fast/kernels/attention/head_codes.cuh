@@ -1,4 +1,4 @@
-// Eight-bit codes of rows of 128 channels, sixteen lanes a row and eight channels a lane, by the rules of `reference.attention.quantized`:
+// Eight-bit codes of rows of 128 channels, sixteen lanes a row and eight channels a lane, or fewer lanes with more pieces of eight, by the rules of `reference.attention.quantized`:
 // the Hadamard transform, a row's or more rows' scale, codes. Rounding is float32's, step by step: nothing is contracted.
 //
 // Before: u32. Defined: INTEGER (codes are int8, else e4m3), ROTATE, BF16 (of 16-bit inputs: bfloat16, else float16).
@@ -44,25 +44,41 @@ __device__ __forceinline__ void turn_signs(float (&v)[EACH], int lane) {
   for (int i = 0; i < EACH; i++) v[i] = __uint_as_float(__float_as_uint(v[i]) ^ signs[i]);
 }
 
-// Sums and differences of channels 1, 2, 4, to 64 apart, times 128^-1/2.
-__device__ __forceinline__ void mix(float (&v)[EACH], int lane) {
+// The sum of both, and the left one less the right one.
+__device__ __forceinline__ void add_and_subtract(float& left, float& right) {
+  const float sum = __fadd_rn(left, right);
+  right = __fsub_rn(left, right), left = sum;
+}
+
+// Sums and differences of channels 1, 2, 4, to 64 apart, times 128^-1/2. PIECES of a row in a lane, lane + i LANES / PIECES the i-th:
+// pieces are 8 channels apart, so that first partners are in the same piece, then in other lanes, then in the lane's other pieces.
+template <int PIECES>
+__device__ __forceinline__ void mix(float (&v)[PIECES][EACH], int lane) {
 #pragma unroll
   for (int far = 1; far < EACH; far *= 2)
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (!(i & far)) {
-        const float left = v[i], right = v[i + far];
-        v[i] = __fadd_rn(left, right), v[i + far] = __fsub_rn(left, right);
-      }
+    for (int i = 0; i < PIECES * EACH; i++)
+      if (!(i & far)) add_and_subtract(v[i / EACH][i % EACH], v[i / EACH][i % EACH + far]);
 #pragma unroll
-  for (int far = 1; far < LANES; far *= 2) {
+  for (int far = 1; far < LANES / PIECES; far *= 2) {
     const float sign = lane & far ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) v[i] = __fmaf_rn(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], far));
+    for (int i = 0; i < PIECES * EACH; i++) {
+      float& one = v[i / EACH][i % EACH];
+      one = __fmaf_rn(sign, one, __shfl_xor_sync(0xFFFFFFFF, one, far));
+    }
   }
 #pragma unroll
-  for (int i = 0; i < EACH; i++) v[i] = __fmul_rn(v[i], 0.08838834764831845f);
+  for (int far = 1; far < PIECES; far *= 2)
+#pragma unroll
+    for (int i = 0; i < PIECES * EACH; i++)
+      if (!(i / EACH & far)) add_and_subtract(v[i / EACH][i % EACH], v[i / EACH + far][i % EACH]);
+#pragma unroll
+  for (int i = 0; i < PIECES * EACH; i++) v[i / EACH][i % EACH] = __fmul_rn(v[i / EACH][i % EACH], 0.08838834764831845f);
 }
+
+// The same of sixteen lanes.
+__device__ __forceinline__ void mix(float (&v)[EACH], int lane) { mix(reinterpret_cast<float (&)[1][EACH]>(v), lane); }
 
 // Of a and |b|; NaN stays.
 __device__ __forceinline__ float larger(float a, float b) {
@@ -70,14 +86,20 @@ __device__ __forceinline__ float larger(float a, float b) {
   return a;
 }
 
-// The largest magnitude of a row.
-__device__ __forceinline__ float largest_of_row(const float (&v)[EACH]) {
-  float most = fabsf(v[0]);
+// The largest magnitude of a row, of which a lane has PIECES.
+template <int PIECES>
+__device__ __forceinline__ float largest_of_row(const float (&v)[PIECES][EACH]) {
+  float most = fabsf(v[0][0]);
 #pragma unroll
-  for (int i = 1; i < EACH; i++) most = larger(most, v[i]);
+  for (int i = 1; i < PIECES * EACH; i++) most = larger(most, v[i / EACH][i % EACH]);
 #pragma unroll
-  for (int far = 1; far < LANES; far *= 2) most = larger(most, __shfl_xor_sync(0xFFFFFFFF, most, far));
+  for (int far = 1; far < LANES / PIECES; far *= 2) most = larger(most, __shfl_xor_sync(0xFFFFFFFF, most, far));
   return most;
+}
+
+// The same of sixteen lanes.
+__device__ __forceinline__ float largest_of_row(const float (&v)[EACH]) {
+  return largest_of_row(reinterpret_cast<const float (&)[1][EACH]>(v));
 }
 
 // most / TARGET, rounded once, at least 2^-126; NaN where a magnitude is not finite. `fast.kernels.sm90.bit_tricks.quotient`.

@@ -290,7 +290,7 @@ def operands(
         and seen is None
         and sm90_heads.refusal(k, v, recipe) is None
     ):
-        made = sm90_heads.quantized(k, v, recipe, None if inside else q)
+        made = sm90_heads.quantized(k, v, recipe, None if inside else q, plan.pieces, plan.ring)
         if made is not None:
             return made if inside or made.q is not None else _with_queries(made, q, recipe)
     return quantize_heads(q, k, v, recipe, seen, queries=not inside)
@@ -346,7 +346,7 @@ def attended(
     blocks = [tokens_of_scale(scheme, width) for scheme in recipe.schemes[:2]]
     element = torch.int8 if recipe.schemes[0].element == "int8" else _e4m3_dtype()
     descriptors = (
-        TensorDescriptor.from_tensor(heads.q.view(element).view(-1, d), [plan.queries, d]),
+        TensorDescriptor.from_tensor(heads.q.reshape(-1, d).view(element), [plan.queries, d]),
         TensorDescriptor.from_tensor(heads.k.view(element).view(-1, d), [plan.keys, d]),
         TensorDescriptor.from_tensor(heads.v.view(_e4m3_dtype()).view(-1, k_room), [v_d, plan.keys]),
     )

@@ -27,7 +27,7 @@ WIDTH, QUERIES, KEYS, ONES = 128, 128, 128, 8
 POINTERS = ("k", "v", "q", "q_scale", "k_scale", "v_scale", "y")
 POINTERS_INSIDE = ("k", "v", "queries", "k_scale", "v_scale", "y")
 #: Numbers of the source's `Problem`, and the strides of queries that become codes inside.
-NUMBERS, STRIDES = "f9i", "3q"
+NUMBERS, STRIDES = "f10i4x", "3q"
 #: Bytes of keys and values, of all sequences, that programs at work read together: half of the second-level cache.
 TOGETHER = 24 << 20
 
@@ -37,13 +37,16 @@ class Variant(NamedTuple):
     no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
 
     heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
-    the whole of attention: what these do not take is made by Triton's kernels.
+    the whole of attention: what these do not take is made by Triton's kernels. pieces, ring: of
+    `sm90_heads.Problem`, for queries whose heads lie side by side.
     """
 
     stages: int = 4
     units: int = 1
     inside: bool = False
     heads: bool = False
+    pieces: int = 0
+    ring: bool = False
 
     @property
     def cluster(self) -> int:
@@ -204,7 +207,9 @@ def _launch(
     groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
     rows, place = batch * count, keys - queries if offset is None else offset
     together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
-    numbers = (scale * LOG2E, queries, q_room, keys, k_room, place, count, groups, rows, together)
+    token_major = heads.q is not None and count > 1 and heads.q.stride(1) == WIDTH
+    sizes = (queries, q_room, keys, k_room, place, count, groups, rows, together)
+    numbers = (scale * LOG2E, *sizes, token_major)
     units = rows * -(-queries // QUERIES)
     device = heads.k.get_device()
     kernel = _kernel(variant)
@@ -213,7 +218,10 @@ def _launch(
     def describe(k: int, v: int, q: int | None = None) -> bytes:
         found = tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
         found += tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
-        return found if q is None else found + tensor_map(q, rows * q_room, WIDTH, (64, WIDTH))
+        if q is None:
+            return found
+        across = count if token_major else 1
+        return found + tensor_map(q, rows // across * q_room, across * WIDTH, (64, WIDTH))
 
     names, layout, maps = POINTERS, NUMBERS, Maps(describe, 3, (0, 1, 2))
     if variant.inside:

@@ -37,6 +37,7 @@ struct Problem {
   float factor;
   int queries, q_room, keys, k_room, offset;
   int heads, groups, rows, together;  // rows: heads of all sequences; together: of them at a time
+  int token_major;                    // codes of queries are (B, T, H, 128), else (B, H, T, 128); their scales are (B, H, T)
 #if INSIDE
   i64 batch_step, head_step, token_step;  // of queries, in elements
 #endif
@@ -131,7 +132,8 @@ __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, cons
       const u32 full = ring.full_q + 8 * of_queries.stage(), to = ring.q + of_queries.stage() * GROUPS * Q_BYTES;
       wait_for(ring.empty_q + 8 * of_queries.stage(), of_queries.parity() ^ 1);
       expect_bytes(full, GROUPS * Q_BYTES);
-      for (int g = 0; g < GROUPS; g++) copy_box(maps.q, to + g * Q_BYTES, full, 0, work.row * p.q_room + work.first + 64 * g, 0);
+      const int x = p.token_major ? work.row % p.heads * WIDTH : 0, y = p.token_major ? work.row / p.heads : work.row;
+      for (int g = 0; g < GROUPS; g++) copy_box(maps.q, to + g * Q_BYTES, full, x, y * p.q_room + work.first + 64 * g, 0);
       of_queries.advance();
     }
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // Codes and scales of keys, values and queries of attention in 8 bits, heads of 128 channels, for Hopper, in the layouts of
 // `quantize_heads`; `sm90_heads.py` launches it after `sm90_head_statistics.cu`. A program has 128 tokens of a head: of keys and of
 // values in turn, which begin with what parts of the tokens left, whose sums give the mean key, added in one order by all programs;
-// then, where there are some, of queries.
+// where there are some, of queries. Q_PIECES: of queries 128 rows, of all heads of a token in front of the next one's.
 //
 // It may begin while the launch in front ends.
 
@@ -191,12 +191,118 @@ __device__ __forceinline__ void code_queries(const Problem& p, int pair, int blo
   }
 }
 
+#if Q_PIECES
+// Sixteen bytes of global memory to shared memory, zeros where `there` is false: by the thread that alone reads them.
+__device__ __forceinline__ void copy_eight(u32 to, const void* x, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(x)), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 copied_eight(u32 from) {
+  uint4 w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
+  return w;
+}
+
+// The same of queries whose heads lie side by side, (B, T, H, 128), and codes with them. A chunk is 128 rows that follow each other,
+// PIECES of a row in a lane; a program has each `step`-th one of a sequence. Q_RING: the next one is copied to shared memory
+// meanwhile, so that as much is under way however many registers codes take.
+template <int PIECES>
+struct Rows {
+  static constexpr int OWN = LANES / PIECES, TOGETHER = 32 / OWN, MANY = TOKENS / WARPS / TOGETHER;
+  static constexpr int CHUNK = TOKENS * WIDTH * 2;  // bytes
+  const Problem& p;
+  const int sequence, lane, first;
+  const u32 memory;
+  const char* q;
+
+  __device__ __forceinline__ Rows(const Problem& p, int sequence, float* memory)
+      : p(p), sequence(sequence), lane(threadIdx.x % OWN), first(TOKENS / WARPS * (threadIdx.x / 32) + threadIdx.x % 32 / OWN),
+        memory(static_cast<u32>(__cvta_generic_to_shared(memory)) + 16 * threadIdx.x),
+        q(static_cast<const char*>(p.q) + 2 * (sequence * p.q_batch + EACH * lane)) {}
+
+  // Of the i-th row of a thread in a chunk.
+  struct Place {
+    int row, token, head;
+    __device__ __forceinline__ Place(const Rows& rows, int chunk, int i)
+        : row(chunk * TOKENS + rows.first + i * TOGETHER), token(unsigned(row) / unsigned(rows.p.query_heads)),
+          head(row - token * rows.p.query_heads) {}
+  };
+
+  template <class Take>
+  __device__ __forceinline__ void each(int chunk, const Take& take) const {
+#pragma unroll
+    for (int i = 0; i < MANY; i++) {
+      const Place at(*this, chunk, i);
+      const char* from = q + 2 * (at.token * p.q_token + at.head * WIDTH);
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) take(i, j, from + 2 * EACH * OWN * j, at.token < p.queries);
+    }
+  }
+
+  __device__ __forceinline__ void ask(int chunk, int chunks, int stage) const {
+    const u32 to = memory + stage * CHUNK;
+    if (chunk < chunks)
+      each(chunk, [&](int i, int j, const char* from, bool there) { copy_eight(to + 16 * THREADS * (i * PIECES + j), from, there); });
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void code(uint4 (&words)[PIECES], const Place& at) const {
+    const i64 room = i64(p.query_blocks) * TOKENS;
+    float v[PIECES][EACH];
+#pragma unroll
+    for (int j = 0; j < PIECES; j++) {
+      if (ROTATE) turn_signs(words[j], lane);
+      unpack(v[j], words[j]);
+    }
+    if (ROTATE) mix(v, lane);
+    const float scale = scale_of(largest_of_row(v));
+    if (lane == 0) p.q_scale[(i64(sequence) * p.query_heads + at.head) * room + at.token] = scale;
+    unsigned char* to = p.q_codes + (sequence * room * p.query_heads + at.row) * WIDTH + EACH * lane;
+#pragma unroll
+    for (int j = 0; j < PIECES; j++) *reinterpret_cast<uint2*>(to + EACH * OWN * j) = codes_of(v[j], scale);
+  }
+
+  __device__ __forceinline__ void code_all(int chunk, int step) const {
+    const int chunks = p.query_blocks * p.query_heads;
+    if (Q_RING) ask(chunk, chunks, 0);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+    for (int stage = 0; chunk < chunks; chunk += step, stage ^= 1) {
+      uint4 words[MANY][PIECES];
+      if (Q_RING) {
+        ask(chunk + step, chunks, stage ^ 1);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        const u32 from = memory + stage * CHUNK;
+#pragma unroll
+        for (int i = 0; i < MANY * PIECES; i++) words[i / PIECES][i % PIECES] = copied_eight(from + 16 * THREADS * i);
+      } else {
+        each(chunk, [&](int i, int j, const char* from, bool there) { words[i][j] = read_eight(from, there); });
+      }
+#pragma unroll
+      for (int i = 0; i < MANY; i++) code(words[i], Place(*this, chunk, i));
+    }
+  }
+};
+#endif
+
 extern "C" __global__ __launch_bounds__(THREADS, 2) void sm90_head_codes(const __grid_constant__ Problem p) {
   extern __shared__ float memory[];
-  const int unit = blockIdx.x / 2, pair = unit / p.blocks, block = unit % p.blocks, rest = int(blockIdx.x) - 2 * p.pairs * p.blocks;
-  if (rest >= 0)
-    code_queries(p, rest / p.query_blocks, rest % p.query_blocks);
-  else if (blockIdx.x % 2 == 0)
+  const int others = 2 * p.pairs * p.blocks, queries = int(gridDim.x) - others;  // programs
+#if Q_PIECES
+  // Those of queries, which wait for memory least, and others in turn, as long as there are both.
+  const int both = 2 * min(queries, others), own = int(blockIdx.x) < both ? blockIdx.x / 2 : blockIdx.x - both / 2;
+  if (int(blockIdx.x) < both ? blockIdx.x % 2 == 0 : queries > others) {
+    const int step = queries / (p.pairs / p.heads);  // programs of a sequence
+    Rows<Q_PIECES>(p, own / step, memory).code_all(own % step, step);
+    return;
+  }
+#else
+  const int own = blockIdx.x;
+  if (own >= others) return code_queries(p, (own - others) / p.query_blocks, (own - others) % p.query_blocks);
+#endif
+  const int pair = own / 2 / p.blocks, block = own / 2 % p.blocks;
+  if (own % 2 == 0)
     code_keys(p, pair, block, memory);
   else
     code_values(p, pair, block, memory);

@@ -46,19 +46,27 @@ class Variant(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Element of keys' codes, dtype of keys and values, whether each key has a scale, and the recipe's steps."""
+    """Element of keys' codes, dtype of keys and values, whether each key has a scale, and the recipe's steps.
+
+    pieces: of eight channels of a row of queries, which a thread has (1, 2 or 4), where codes lie as queries do, as
+    (B, T, H, 128). 0: codes of a head's queries lie together. ring: whether a program of these has up to CHUNKS times as many
+    rows, which come by way of shared memory while it makes codes of others.
+    """
 
     element: str
     dtype: str
     by_token: bool
     rotate: bool
     center: bool
+    pieces: int = 0
+    ring: bool = False
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
-        "ROTATE": int(problem.rotate), "CENTER": int(problem.center),
+        "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "Q_PIECES": problem.pieces,
+        "Q_RING": int(problem.ring),
     }  # fmt: skip
 
 
@@ -74,6 +82,10 @@ STATISTICS_KERNEL = Kernel(
 CODES_KERNEL = replace(STATISTICS_KERNEL, name="sm90_head_codes", programmatic=True)
 #: Bytes of shared memory: two numbers of each channel for each row of threads; a number of each channel, then a tile of codes.
 STATISTICS_SHARED, CODES_SHARED = 2 * 4 * ROWS * WIDTH, 4 * WIDTH + TOKENS * WIDTH
+
+
+#: Two chunks of 128 queries of 16 bits; most chunks of a program, and programs of queries from which on it has more than one.
+RING_SHARED, CHUNKS, MANY_PROGRAMS = 2 * 2 * TOKENS * WIDTH, 4, 512
 
 
 def refusal(k: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe) -> str | None:
@@ -97,36 +109,48 @@ def unfit(k: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe) -> str | No
 
 
 def quantized(
-    k: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe, q: torch.Tensor | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: AttentionRecipe,
+    q: torch.Tensor | None = None,
+    pieces: int = 0,
+    ring: bool = False,
 ) -> Heads | None:
     """Codes and scales of k and v (B, KV, S, 128), and of q (B, H, T, 128) where it is given and `takes_queries`, else None.
 
-    None where the kernels do not compile or load.
+    pieces, ring: see `Problem`; of queries whose heads lie side by side, as a projection leaves them, others have 0. Codes are
+    then a view, (B, H, T', 128) of (B, T', H, 128). None where the kernels do not compile or load.
     """
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
-    problem = Problem(recipe.schemes[1].element, FLOAT_NAMES[k.dtype], by_token, recipe.rotate, recipe.center)
-    kernels = STATISTICS_KERNEL, CODES_KERNEL
-    if not all(cuda.is_loadable(one, Variant(), problem, k.get_device()) for one in kernels):
-        return None
     if q is not None and not (
         q.dtype == k.dtype and takes_queries(q) and tokens_of_scale(recipe.schemes[0], WIDTH) == 1
     ):
         q = None
+    pieces = pieces if q is not None and q.stride(1) == WIDTH else 0
+    ring = ring and pieces > 0
+    problem = Problem(
+        recipe.schemes[1].element, FLOAT_NAMES[k.dtype], by_token, recipe.rotate, recipe.center, pieces, ring
+    )
+    kernels = STATISTICS_KERNEL, CODES_KERNEL
+    if not all(cuda.is_loadable(one, Variant(), problem, k.get_device()) for one in kernels):
+        return None
     call = Call({"k": k, "v": v, "q": q}, strided=True)
     parts, numbers = _numbers(k, v, q)
     pairs, blocks, query_blocks = numbers[9], numbers[5], numbers[8]
-    _allocate(call, k, q, parts, by_token)
-    query_programs = 0 if q is None else q.shape[0] * q.shape[1] * query_blocks
+    _allocate(call, k, q, parts, by_token, pieces > 0)
+    query_programs = 0 if q is None else q.shape[0] * _programs(q, query_blocks, ring)
     for kernel, names, programs, shared in (
         (STATISTICS_KERNEL, STATISTICS, pairs * parts, STATISTICS_SHARED),
-        (CODES_KERNEL, CODES, 2 * pairs * blocks + query_programs, CODES_SHARED),
+        (CODES_KERNEL, CODES, 2 * pairs * blocks + query_programs, RING_SHARED if ring else CODES_SHARED),
     ):
         call.launch(
             CudaLaunch(kernel, Variant(), problem, names, programs, shared, (NUMBERS, numbers)), names
         )
     mean, *codes = call.result(MADE, None, None)
-    queries = (None, None) if q is None else call.result(OF_QUERIES, None, None)
-    return Heads(*queries, *codes, mean if recipe.center else None)
+    q_codes, q_scale = (None, None) if q is None else call.result(OF_QUERIES, None, None)
+    if pieces:
+        q_codes = q_codes.transpose(1, 2)
+    return Heads(q_codes, q_scale, *codes, mean if recipe.center else None)
 
 
 def _numbers(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> tuple[int, tuple[Any, ...]]:
@@ -140,7 +164,16 @@ def _numbers(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> tuple[
     return parts, (1.0 / tokens, *sizes, *of_queries, batch * heads, *steps)
 
 
-def _allocate(call: Call, k: torch.Tensor, q: torch.Tensor | None, parts: int, by_token: bool) -> None:
+def _programs(q: torch.Tensor, blocks: int, ring: bool) -> int:
+    """Of a sequence's queries."""
+    chunks = blocks * q.shape[1]
+    each = max(1, min(CHUNKS, q.shape[0] * chunks // MANY_PROGRAMS)) if ring else 1
+    return -(-chunks // each)
+
+
+def _allocate(
+    call: Call, k: torch.Tensor, q: torch.Tensor | None, parts: int, by_token: bool, token_major: bool
+) -> None:
     batch, heads, tokens, _ = k.shape
     room = padded(tokens)
     for name in ("sums", "largest"):
@@ -151,8 +184,10 @@ def _allocate(call: Call, k: torch.Tensor, q: torch.Tensor | None, parts: int, b
     call.allocate("v_codes", (batch, heads, WIDTH, room), torch.uint8)
     call.allocate("v_scale", (batch, heads, WIDTH), torch.float32)
     if q is not None:
-        call.allocate("q_codes", (*q.shape[:2], padded(q.shape[2]), WIDTH), torch.uint8)
-        call.allocate("q_scale", (*q.shape[:2], padded(q.shape[2])), torch.float32)
+        (sequences, count), places = q.shape[:2], padded(q.shape[2])
+        shape = (sequences, places, count) if token_major else (sequences, count, places)
+        call.allocate("q_codes", (*shape, WIDTH), torch.uint8)
+        call.allocate("q_scale", (sequences, count, places), torch.float32)
 
 
 __all__ = ["CODES_KERNEL", "STATISTICS_KERNEL", "Problem", "Variant", "quantized", "refusal", "unfit"]

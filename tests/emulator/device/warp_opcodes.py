@@ -125,9 +125,13 @@ def _copy_own(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | Non
     ):
         raise NotImplementedError(f"{opcode} {operands}")
     to, source = o.address(operands[0]), o.address(operands[1])
+    read = o.reader(operands[3]) if len(operands) > 3 else lambda th: size
 
     def copy(th: Any) -> None:
-        data = th.cta.cluster.machine.memory.view(source(th), size)
+        # Of bytes that are not read, zeros are written.
+        data, count = np.zeros(size, np.uint8), int(read(th))
+        if count:
+            data[:count] = th.cta.cluster.machine.memory.view(source(th), count)
         if th.cta.cluster.machine.early:
             th.cta.shared.view(to(th), size)[:] = data
         else:

@@ -111,6 +111,21 @@ def test_within_the_bound(name, early):
     assert within(name, early=early, seed=1)
 
 
+def test_codes_of_queries_by_tokens():
+    """The same bits of codes of queries that lie as (B, T, H, 128)."""
+    require_nvrtc()
+    q, k, v = states(2, 2, 1, 20, 30, torch.bfloat16)
+    made = heads_of(quantize_operands(q, k, v, "int8_block"))
+    rules = ATTENTION_RECIPES["int8_block"], 128**-0.5, True, None, 30, Variant(2, units=2)
+    by_token = made._replace(q=made.q.transpose(1, 2).contiguous().transpose(1, 2))
+    y, same = (
+        StandIn(seed=1).made(lambda one=one: sm90.attended(one, q, *rules), *one[:6])
+        for one in (made, by_token)
+    )
+    assert by_token.q.stride() == (2 * 128 * 128, 128, 2 * 128, 1)
+    assert torch.equal(y, same)
+
+
 #: A piece of the source and what takes its place.
 FAULTS = {
     "scores of a tile that has not arrived": ("if (tile + 1 < work.tiles) wait_for_keys(next);", ""),

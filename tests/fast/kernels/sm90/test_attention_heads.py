@@ -1,6 +1,8 @@
 """`sm90_heads` in the emulator: codes and scales of keys and values bit for bit those of the reference under the mean key that
 was found, which is near the exact one; planted faults; what is compiled, and what is taken."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,8 @@ from tests.emulator.faults import assert_seen, at_night, unchanged
 from tests.fast.kernels.sm90.machine_code import compiled
 from tests.fast.kernels.sm90.products import require_nvrtc
 
+#: Without a transform, and without a mean.
+AS_IT_IS = AttentionRecipe(rotate=False, center=False)
 #: Recipe, sequences, heads, tokens, dtype.
 CASES = {
     "a tile": ("int8_block", 1, 1, 60, torch.bfloat16),
@@ -28,7 +32,7 @@ CASES = {
     "heads": ("int8_block", 1, 3, 300, torch.float16),
     "not finite": ("int8", 1, 1, 200, torch.float16),
     "huge": ("int8_block", 1, 1, 130, torch.bfloat16),
-    "as they are": (AttentionRecipe(rotate=False, center=False), 1, 2, 70, torch.bfloat16),
+    "as they are": (AS_IT_IS, 1, 2, 70, torch.bfloat16),
 }
 
 
@@ -90,29 +94,86 @@ def test_codes(name):
 
 
 #: Recipe, sequences and heads of queries, of keys, tokens of both: more programs of queries than of keys and values, or fewer.
+#: Pieces of a row in a lane, and whether rows come by way of shared memory.
 QUERIES = {
-    "many": ("int8_block", (2, 2), (2, 1), 140, 60), "float8": ("fp8", (1, 2), (1, 1), 40, 60),
-    "few": ("int8_block", (1, 1), (1, 1), 150, 300),
+    "many": ("int8_block", (2, 2), (2, 1), 140, 60, 0, False), "float8": ("fp8", (1, 2), (1, 1), 40, 60, 0, False),
+    "few": ("int8_block", (1, 1), (1, 1), 150, 300, 0, False), "a ring": ("int8_block", (1, 2), (1, 1), 70, 20, 4, True),
+    "side by side": ("int8_block", (2, 3), (2, 1), 140, 60, 4, False), "8 lanes": ("fp8", (1, 2), (1, 1), 40, 60, 2, True),
+    "16 lanes": ("int8", (1, 2), (1, 1), 40, 60, 1, False), "as they are": (AS_IT_IS, (1, 3), (1, 1), 9, 9, 4, True),
+    "a long ring": ("int8_block", (2, 3), (2, 1), 140, 60, 4, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", at_night(QUERIES, *(one for one in QUERIES if one != "a ring")))
+def test_codes_of_queries(name):
+    """Beside those of keys, where queries lie; zeros and least scales beyond the tokens."""
+    require_nvrtc()
+    made = queries_made(name)
+    assert queries_are_reference(name, made)
+    assert made.q.transpose(1, 2).is_contiguous() == (QUERIES[name][5] > 0 or QUERIES[name][1][1] == 1)
+    np.testing.assert_array_equal(reference_of(name, made).k.codes, made.k[:, :, : QUERIES[name][4]])
+
+
+def queries_of(name):
+    """Queries as projections leave them, some not finite and some zeros, and keys."""
+    _, heads, key_heads, queries, keys, *_ = QUERIES[name]
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn((heads[0], queries, heads[1], 128), generator=draw).half()
+    q[0, 3, 0, 5], q[0, 4, -1, 7], q[0, 5] = torch.nan, torch.inf, 0
+    return q.transpose(1, 2), torch.randn((*key_heads, keys, 128), generator=draw).half()
+
+
+def queries_made(name, change=unchanged, early=True):
+    """What the kernels make of them, in as few programs as may be."""
+    (q, k), (recipe, *_, pieces, ring) = queries_of(name), QUERIES[name]
+    call = lambda: sm90_heads.quantized(k, k, attention_recipe_of(recipe), q, pieces, ring)  # noqa: E731
+    with mock.patch.object(sm90_heads, "MANY_PROGRAMS", 1):
+        return StandIn(seed=1, change=change, early=early).made(call, k, q)
+
+
+def reference_of(name, made):
+    q, k = queries_of(name)
+    return quantize_operands(q, k, k, QUERIES[name][0], mean=made.mean)
+
+
+def queries_are_reference(name, made):
+    """Codes and scales, and those beyond the tokens."""
+    expected, queries = reference_of(name, made).q, QUERIES[name][3]
+    return (
+        np.array_equal(expected.codes, made.q[:, :, :queries])
+        and np.array_equal(expected.scale[..., 0], made.q_scale[:, :, :queries], equal_nan=True)
+        and not made.q[:, :, queries:].any()
+        and bool((made.q_scale[:, :, queries:] == 2.0**-126).all())
+    )
+
+
+#: The same of queries whose heads lie side by side.
+QUERY_FAULTS = {
+    "rows are read before they have come": ("cp.async.wait_group 1;", "cp.async.wait_group 2;"),
+    "rows that come take the place of those that are read": (
+        "ask(chunk + step, chunks, stage ^ 1);", "ask(chunk + step, chunks, stage);",
+    ),
+    "a chunk is left out": ("chunk += step, stage", "chunk += 2 * step, stage"),
+    "scales lie as codes do": ("* p.query_heads + at.head) * room + at.token]", "* room * p.query_heads) + at.row]"),
+    "a head's queries are its neighbour's": ("at.head * WIDTH);", "(at.head ^ 1) * WIDTH);"),
+    "there is a token more": ("at.token < p.queries);", "at.token < p.queries - 1);"),
+    "pieces of a lane follow each other": ("from + 2 * EACH * OWN * j", "from + 2 * EACH * j"),
+    "codes of a lane follow each other": ("(to + EACH * OWN * j)", "(to + EACH * j)"),
+    "pieces mix with others": ("if (!(i / EACH & far)) add", "if (i / EACH & far) add"),
 }  # fmt: skip
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", QUERIES)
-def test_codes_of_queries(name):
-    """Beside those of keys; zeros and least scales beyond the tokens."""
+@pytest.mark.parametrize("fault", QUERY_FAULTS)
+def test_the_emulator_sees_it_of_queries(fault):
     require_nvrtc()
-    recipe, heads, key_heads, queries, keys = QUERIES[name]
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randn((heads[0], queries, heads[1], 128), generator=draw).half().transpose(1, 2)
-    k = torch.randn((*key_heads, keys, 128), generator=draw).half()
-    call = lambda: sm90_heads.quantized(k, k, ATTENTION_RECIPES[recipe], q)  # noqa: E731
-    made = StandIn(seed=1).made(call, k, q)
-    expected = quantize_operands(q, k, k, recipe, mean=made.mean)
-    np.testing.assert_array_equal(expected.q.codes, made.q[:, :, :queries])
-    np.testing.assert_array_equal(expected.q.scale[..., 0], made.q_scale[:, :, :queries])
-    np.testing.assert_array_equal(expected.k.codes, made.k[:, :, :keys])
-    assert not made.q[:, :, queries:].any()
-    assert (made.q_scale[:, :, queries:] == 2.0**-126).all()
+    assert_seen(QUERY_FAULTS[fault], queries_are_right)
+
+
+def queries_are_right(early, change):
+    """The headers have the change where they have the piece."""
+    either = lambda text: change(text) if change is unchanged or change.old in text else text  # noqa: E731
+    return queries_are_reference("a ring", queries_made("a ring", either, early))
 
 
 #: A piece of the sources and what takes its place.
@@ -150,7 +211,8 @@ def is_right(early, change):
 
 
 PROBLEMS = [Problem("int8", "bfloat16", False, True, True), Problem("int8", "float16", True, True, True),
-            Problem("float8_e4m3fn", "bfloat16", True, False, False)]  # fmt: skip
+            Problem("float8_e4m3fn", "bfloat16", True, False, False),
+            *(Problem("int8", "bfloat16", False, True, True, n, to) for n in (1, 2, 4) for to in (False, True))]  # fmt: skip
 
 
 @pytest.mark.parametrize(
