@@ -109,10 +109,10 @@ def made_of(
 
     local: whether `base` is a folder of whoever quantized it, which nobody else has.
     """
-    source = f"Quantized from {linked(base)}" if base else "A quantized model"
-    source += " (a local folder)" if base and local else ""
     asked = command or " and ".join(f"ao_lab.quantize_(model, {one})" for one in history.configurations)
     by = f" with `{one_line(asked, LONGEST_NOTE).replace('`', '')}`" if asked else ""
+    source = f"Quantized from {linked(base)}" if base else "Quantized" if by else "A quantized model"
+    source += " (a local folder)" if base and local else ""
     data = data_of(command, history)
     words = methods_of(command, history, data)
     if history.trained:

@@ -284,7 +284,8 @@ def work(
             )
         return f"{kept}; the same command starts again{hint}"
 
-    with when_stopped(told), lines(name, always=as_json):
+    with when_stopped(told), lines(name, always=as_json) as whole:
+        whole.word = "starting"
         yield
 
 
@@ -384,6 +385,8 @@ class Lines:
     def begin(self, work: Work) -> None:
         """Add work; the first starts the thread."""
         with self.lock:
+            if self.under_way:
+                self.under_way[-1].word = ""  # what it was at is over
             self.under_way.append(work)
             if len(self.under_way) > 1:
                 return

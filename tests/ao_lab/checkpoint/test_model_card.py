@@ -25,7 +25,7 @@ from ao_lab import (
     save_pretrained,
     write_card,
 )
-from ao_lab.checkpoint.card_origin import made_of
+from ao_lab.checkpoint.card_origin import History, made_of
 from ao_lab.checkpoint.io.markdown import base_name, yaml_line
 from ao_lab.checkpoint.model_card import (
     CARD,
@@ -227,6 +227,8 @@ def test_a_card_from_python_says_how(tmp_path, monkeypatch):
     assert said in body
     assert f"Written by ao_lab {ao_lab.__version__} (https://host.invalid/it)." in body
     assert is_ours(body)
+    nameless = made_of((), "", None, History(configurations=("NF4WeightOnlyConfig()",)))
+    assert nameless == "Quantized with `ao_lab.quantize_(model, NF4WeightOnlyConfig())`."
     save_pretrained(ao_lab.load_pretrained(tmp_path / "a", small_model()), tmp_path / "b", config=LLAMA)
     assert "rounded to nearest" not in (tmp_path / "b" / "README.md").read_text()
 
