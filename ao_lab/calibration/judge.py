@@ -16,6 +16,7 @@ import torch
 
 import fast
 from ao_lab.calibration.tokens import Moments, SplitMoments
+from fast.calibration.hessian import quadratic_rows
 from fast.dispatch import has_kernels
 from reference import Quantized, Scales, Scheme
 
@@ -36,7 +37,7 @@ def weight_error(
     for start in range(0, len(w), ROWS):
         part = slice(start, start + ROWS)
         d = values[part].to(torch.float64) - w[part].to(torch.float64)
-        errors = ((d if hessian is None else d @ hessian) * d).sum(-1)
+        errors = (d * d).sum(-1) if hessian is None else quadratic_rows(d, hessian, lower=False)
         if shift is not None and moments is not None:
             errors += 2 * shift[part] * (d @ moments.mean.to(d.device)) + shift[part].square()
         total += float((errors if rows is None else errors / rows[part].to(d.device).square()).sum())

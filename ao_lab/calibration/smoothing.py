@@ -66,10 +66,10 @@ class Smoothing:
             self._note(readers, f"{method}: no factors are better")
             return
         judged = [*readers, *([pair.producer] if pair.producer in self.targets else [])]
-        for name in judged:
-            if self.parts[name].baseline is None:
-                self.parts[name].baseline = self._error(name)
         before, finished = {name: self._error(name) for name in judged}, False
+        for name, error in before.items():
+            if self.parts[name].baseline is None:
+                self.parts[name].baseline = error
         modules = [self.modules[name] for name in (pair.producer, *pair.consumers)]
         values = [(p, p.detach().clone()) for m in modules for p in m._parameters.values() if p is not None]
         inputs, rows = dict(self.inputs), {name: self.parts[name].rows for name in judged}

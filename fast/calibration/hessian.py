@@ -152,12 +152,17 @@ def symmetric_rows(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def quadratic(change: torch.Tensor, h: torch.Tensor, lower: bool = True) -> torch.Tensor:
-    """tr(D H D^T), float64, for changes D (N, K) and a matrix H (K, K), some rows of it at a time.
+    """tr(D H D^T), float64, for changes D (N, K) and a matrix H (K, K): the sum of `quadratic_rows`."""
+    return quadratic_rows(change, h, lower).sum()
+
+
+def quadratic_rows(change: torch.Tensor, h: torch.Tensor, lower: bool = True) -> torch.Tensor:
+    """d H d^T of each row d of D, (N,) float64, for changes D (N, K) and a matrix H (K, K), some rows of that at a time.
 
     lower: whether H is the symmetric matrix with h's lower triangle; else all of h counts. Either way an element and the one
     across the diagonal are added before they are multiplied, so that there are about half of D H's products.
     """
-    total = torch.zeros((), dtype=torch.float64, device=change.device)
+    total = torch.zeros(len(change), dtype=torch.float64, device=change.device)
     for start in range(0, len(h), STRIP):
         part = slice(start, min(start + STRIP, len(h)))
         own, left, square = change[:, part], h[part, :start], h[part, part]
@@ -166,7 +171,7 @@ def quadratic(change: torch.Tensor, h: torch.Tensor, lower: bool = True) -> torc
         if start:
             both = left * 2 if lower else left + h[:start, part].mT
             moved = moved.addmm_(change[:, :start], both.mT)
-        total += (moved * own).sum()
+        total += (moved * own).sum(-1)
     return total
 
 
