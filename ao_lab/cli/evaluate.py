@@ -91,20 +91,27 @@ def keep(folder: Path, results: dict[str, Any]) -> None:
         write_text(folder / CARD, with_results(text, results))
 
 
+#: Units of the numbers; perplexities and relative errors have none.
+UNITS = {
+    "loss": "nats per token", "loss_difference": "nats per token", "kl": "nats per token", "bits_per_byte": "bits",
+    "accuracy": "share of tokens", "agreement": "share of tokens",
+}  # fmt: skip
+
+
 def show(results: Evaluation, as_json: bool) -> None:
     """The numbers, as a table or as JSON."""
     if as_json:
         print_json(results.to_dict())
         return
     rows = [
-        [task, f"relative error, {name}" if task == "weights" else name, value]
+        [task, f"relative error, {name}" if task == "weights" else name, value, UNITS.get(name, "")]
         for task, name, value in results.lines()
     ]
     begun = results.conditions.get("windows_begin_with")
     title = f"{results.model} on {results.conditions.get('text', 'tasks')}"
     print_table(
         f"{title}{f', each sequence starts with {begun}' if begun else ''}",
-        ["task", "metric", "value"],
+        ["task", "metric", "value", "unit"],
         rows,
         ["value"],
     )

@@ -50,6 +50,7 @@ from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import REAL, Bench, RealModel, Undivided, linears, sizes
 from experiments.models.llama import COMPILED_LIMIT, relative_change
 from experiments.models.quantized_model import activation_scheme
+from experiments.models.serving import as_loaded
 from experiments.runs.real_models import Place, Tables, bench_of, by_data, facts, run_models
 from experiments.runs.run import Settings, all_rows
 
@@ -241,7 +242,8 @@ def measure(here: Here, config: Config) -> dict[str, Values]:
         values["logits, change"] = relative_change(logits, here.logits, float("inf"), "from bfloat16's")
         peaks = []
         for batch in here.prompts:
-            of_batch = attempt(partial(generation, here, model, batch))
+            with as_loaded(here.bench.base, model):
+                of_batch = attempt(partial(generation, here, model, batch))
             found[data_of(batch)] = of_batch
             peaks += [of_batch["memory of generating"][0]] if "memory of generating" in of_batch else []
         if peaks:

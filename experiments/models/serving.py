@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.harness.measuring import Values
 
 #: Tokens of the prompt.
@@ -31,6 +33,25 @@ OVER, PEAK = "memory of generating, over the weights", "peak memory"
 EXAMPLES = {"quick": 20, "full": None}
 
 
+@contextmanager
+def as_loaded(*models: nn.Module) -> Iterator[None]:
+    """Unquantized parameters want gradients inside, as in models that transformers has just loaded: on a CPU torch copies a
+    frozen head before each matmul, which takes memory and time that users' models do not take."""
+    frozen = {
+        id(one): one
+        for model in models
+        for one in model.parameters()
+        if not one.requires_grad and one.is_floating_point() and not isinstance(one, QuantizedTensor)
+    }
+    for one in frozen.values():
+        one.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for one in frozen.values():
+            one.requires_grad_(False)
+
+
 def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> Values:
     """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second beside the dense model's, and
     peak memory: the weights as they are in memory, and what tensors took beside them (`most_allocated`), as `ao-lab compare`
@@ -43,10 +64,11 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     device = next(model.parameters()).device
     ids = prompt[:, :SHORT].to(device)
     both = [model] if model is base else [base, model]
-    for one in both:
-        by_transformers(one, ids, min(new, WARM))
-    over = most_allocated(device, lambda: by_transformers(model, ids, new))
-    found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
+    with as_loaded(*both):
+        for one in both:
+            by_transformers(one, ids, min(new, WARM))
+        over = most_allocated(device, lambda: by_transformers(model, ids, new))
+        found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
     if over is None:
         return found
     return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}

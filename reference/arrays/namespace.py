@@ -421,17 +421,25 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
             raise TypeError(f"{what} has no argument {name!r}{nearest}; it takes {', '.join(names)}")
 
 
+#: Letters of a name that a longer one is told to begin with: mxfp4 of mxfp4_e2m1.
+SHORTEST = 3
+
+
 def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
-    """A few names like this one, those that hold it first; else the first few, and what lists all.
+    """A few names like this one, those that it begins with and those that hold it first; else the first few, and what lists
+    all.
 
     Of those that hold it the ones that begin with it come first, in the table's order, which is that of use.
     """
     words = (name.lower(), spelled_out(name))
+    begun = [
+        known for known in table if len(known) >= SHORTEST and name.lower().startswith(f"{known.lower()}_")
+    ]
     inside = [known for known in table if name and any(word in known.lower() for word in words)]
     own = what.rpartition(" ")[2] in OWN
     similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.6 if own else 0.4)
     close = list(
-        dict.fromkeys([*sorted(inside, key=lambda one: not one.lower().startswith(words)), *similar])
+        dict.fromkeys([*begun, *sorted(inside, key=lambda one: not one.lower().startswith(words)), *similar])
     )[:NAMED]
     if close:
         return f"the nearest are {', '.join(close)}{REGISTER * own}"

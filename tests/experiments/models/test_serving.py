@@ -73,6 +73,7 @@ def test_memory_of_generating_is_what_tensors_take_beside_the_weights(tmp_path):
     weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     assert found[serving.PEAK][0] == weights + found[serving.OVER][0]
     assert found[serving.OVER] == again[serving.OVER]
+    assert not any(one.requires_grad for one in model.parameters()), "frozen as it was before"
     assert 1000 < found[serving.OVER][0] < weights
 
 
