@@ -1,8 +1,6 @@
 """Records that are made of others while a program is traced."""
 
 import copy
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,6 +22,7 @@ from reference import SCHEMES
 from reference.schemes.schemes import RECORDS, record_of
 from reference.training.recipe import recipe_of
 from tests.support.examples import normals
+from tests.support.runs import forks
 from tests.support.traced import keys_without_origin
 
 # Operators by themselves: torch's own checks of their schemas, fakes and gradients; results are those of the functions.
@@ -326,7 +325,8 @@ def test_an_operator_is_registered_when_a_program_asks_for_it():
     names = own + [name for name in fast.__all__ if hasattr(torch.ops.ao_lab, name)]
     assert len(names) > 30
     program = f"import torch, fast; {SCHEMAS.format(names=names)}"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = forks.python("-c", program, server="transformers")
+    assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
         str(getattr(torch.ops.ao_lab, name).default._schema) for name in names
     ]

@@ -2,14 +2,13 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ao_lab
 from ao_lab.install.packages import STUB
+from tests.support.runs import forks
 
 ROOT = Path(ao_lab.__file__).resolve().parent.parent
 
@@ -69,11 +68,9 @@ def test_a_folder_never_hides_the_function_of_its_name(package):
 
 
 def without(library, program):
-    """Run a program in a process where a library cannot be imported."""
-    hide = f"import sys; sys.modules[{library!r}] = None; "
-    return subprocess.run(
-        [sys.executable, "-c", hide + program], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    """Run a program in a process that has nothing of ours, where a library cannot be imported."""
+    hide = f"import sys; assert {library!r} not in sys.modules; sys.modules[{library!r}] = None; "
+    return forks.python("-c", hide + program, server="transformers")
 
 
 def test_everything_can_be_imported_without_jax():

@@ -1,5 +1,6 @@
 """What is installed from a wheel: one top-level name, commands that start, advise and write as they should without a clone."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -107,17 +108,56 @@ def test_pickles_of_a_clone_load(installed, tmp_path):
     assert (done.stdout, done.stderr) == ("True True True\n", "")
 
 
-def test_what_an_extra_brings_is_named(installed, tmp_path):
-    script = START.replace(
-        "import sys;",
-        "import sys, importlib.util as util; find = util.find_spec;"
-        "util.find_spec = lambda name, *rest: None if name == 'pandas' else find(name, *rest);",
-    )
-    done = run(installed, tmp_path, "reproduce", "formats", script=script)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "ao-lab: pandas is not installed; pip install 'ao_lab[experiments]'\n",
-    )
+#: Commands one after the other in one process, which imports what they share once; how each ended is told by name.
+SEVERAL = """
+import contextlib, io, json, sys
+from ao_lab.cli.app import entry
+told = {}
+for name, prepared, *arguments in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    exec(prepared)
+    sys.argv = ["ao-lab", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = entry()
+        except SystemExit as end:
+            code = end.code
+    told[name] = [code, err.getvalue()]
+print(json.dumps(told))
+"""
+WITHOUT_PANDAS = (
+    "import importlib.util as util; find = util.find_spec\n"
+    "util.find_spec = lambda name, *rest: None if name == 'pandas' else find(name, *rest)"
+)
+#: A run that is cut short as soon as it knows its places.
+CUT_SHORT = (
+    "util.find_spec = find\n"
+    "from ao_lab.experiments.runs import run as harness; from ao_lab.experiments.harness.rows import write_text\n"
+    "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]"
+)
+COMMANDS = (
+    ("a clone", "", "ledger", "--check"),
+    ("an extra", WITHOUT_PANDAS, "reproduce", "formats"),
+    ("reports", CUT_SHORT, "reproduce", "formats", "--device", "cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def told(installed, tmp_path_factory):
+    """How the commands ended, by name, the user's folder, and whether what is installed was left as it was."""
+    folder, before = tmp_path_factory.mktemp("user"), sources(installed)
+    done = run(installed, folder, json.dumps(COMMANDS), script=SEVERAL)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), folder, sources(installed) == before
+
+
+def sources(installed):
+    """All that is installed but what Python compiles beside it."""
+    return sorted(path for path in installed.rglob("*") if "__pycache__" not in path.parts)
+
+
+def test_what_an_extra_brings_is_named(told):
+    assert told[0]["an extra"] == [2, "ao-lab: pandas is not installed; pip install 'ao_lab[experiments]'\n"]
 
 
 @pytest.mark.parametrize(
@@ -128,25 +168,18 @@ def test_commands_start(installed, tmp_path, arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_reports_are_written_where_the_user_is(installed, tmp_path):
-    """A run that is cut short as soon as it knows its places."""
-    script = START.replace(
-        "sys.argv =",
-        "from ao_lab.experiments.runs import run as harness; from ao_lab.experiments.harness.rows import write_text; "
-        "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
-        "sys.argv =",
-    )
-    before = sorted(path for path in installed.rglob("*") if "__pycache__" not in path.parts)
-    done = run(installed, tmp_path, "reproduce", "formats", "--device", "cpu", script=script)
-    assert done.returncode == 0, done.stderr
-    assert f"reproduce writes to {tmp_path / 'reports'} and keeps" in done.stderr
-    assert (tmp_path / "reports" / "data" / "x.csv").is_file()
-    assert (tmp_path / "reports" / "index.html").is_file()
-    assert (tmp_path / ".cache" / "ao_lab").is_dir()
-    assert sorted(path for path in installed.rglob("*") if "__pycache__" not in path.parts) == before
+def test_reports_are_written_where_the_user_is(told):
+    ended, folder, is_left = told
+    code, err = ended["reports"]
+    assert code in (0, None), err
+    assert f"reproduce writes to {folder / 'reports'} and keeps" in err
+    assert (folder / "reports" / "data" / "x.csv").is_file()
+    assert (folder / "reports" / "index.html").is_file()
+    assert (folder / ".cache" / "ao_lab").is_dir()
+    assert is_left
 
 
-def test_what_needs_a_clone_says_so(installed, tmp_path):
-    done = run(installed, tmp_path, "ledger", "--check")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "ledger needs a clone of ao_lab" in done.stderr
+def test_what_needs_a_clone_says_so(told):
+    code, err = told[0]["a clone"]
+    assert (code, err.count("\n")) == (2, 1)
+    assert "ledger needs a clone of ao_lab" in err

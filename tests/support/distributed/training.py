@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fast
+import fast.optim.update as update
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.optim import AdamW8bit
 from ao_lab.training import fsdp as hooks
@@ -186,6 +187,8 @@ def compare_bytes():
 
 #: Options of torch's AdamW by which it writes to lists of weights.
 STEPS = ("foreach", "fused")
+#: A loop that writes nothing, for those of our optimizers, which take seconds to compile: who hears of a step is the same.
+UNCOMPILED = mock.patch.object(update, "_loop_of", return_value=(lambda *given: None, None))
 
 
 def compare_reductions():
@@ -210,7 +213,7 @@ def compare_reductions():
     assert reductions() == 4
     # Ranks know of each other's steps.
     steps = AdamW8bit(net.parameters()).step, *(AdamW(net.parameters(), **{how: True}).step for how in STEPS)
-    with mock.patch.object(hooks, "missing_ranks", side_effect=AssertionError):
+    with mock.patch.object(hooks, "missing_ranks", side_effect=AssertionError), UNCOMPILED:
         for step in steps:
             step()
             assert reductions() == 4
@@ -242,7 +245,7 @@ def compare_quantized_once():
         loss_of(net, batch(0, 0)).backward()
         return len(made)
 
-    with mock.patch.object(hooks, "quantized_shard", count):
+    with mock.patch.object(hooks, "quantized_shard", count), UNCOMPILED:
         assert (quantized(), quantized()) == (4, 0)
         for optimizer in (torch.optim.AdamW, AdamW8bit):
             optimizer(net.parameters(), 1e-3).step()

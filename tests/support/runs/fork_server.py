@@ -25,7 +25,18 @@ from typing import Any
 #: What programs import, by the name of a server; nothing of it computes, and no thread is started. Of transformers' programs
 #: some are those of a user who has nothing of ours.
 MODULES = {
-    "ao_lab": ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ao_lab", "fast"],
+    "ao_lab": [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "ao_lab",
+        "fast",
+        "fast.cpu.dequantize",  # these with Numba half a second of each rank
+        "fast.cpu.linear",
+        "fast.cpu.loops.gemv",
+        "fast.cpu.loops.rounding",
+        "fast.cpu.quantize",
+        "tests.support.distributed.ranks",
+    ],
     "transformers": ["torch", "compressed_tensors", "transformers.models.llama.modeling_llama"],
     "interpreter": [
         "torch._dynamo",  # with Numba a second of most programs
@@ -96,9 +107,18 @@ def import_all(names: list[str]) -> None:
             getattr(module, public)
 
 
+def prepare_numba() -> None:
+    """What Numba imports at its first compilation, a second of each program that has one, where it is imported already."""
+    if "numba" in sys.modules:
+        target = importlib.import_module("numba.core.registry").cpu_target
+        target.typing_context.refresh()
+        target.target_context.refresh()
+
+
 def main() -> None:
     """Run what is asked for until nobody asks any more."""
     import_all(MODULES[sys.argv[1]])
+    prepare_numba()
     gc.freeze()  # what was imported lives as long as the process
     gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
     for line in sys.stdin:
