@@ -74,6 +74,8 @@ class Tokens:
     capture: Capture
     roles: list[torch.Tensor]
     moved: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+    #: Of the running batch: which rows methods read, and which are held out.
+    places: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     #: What a module around experts was given (`ao_lab.calibration.experts.Source`), and what the rows are that came of it last.
     source: Any = None
     routed: torch.Tensor | None = None
@@ -140,6 +142,15 @@ class Tokens:
             self.moved = {key: self.roles[key[0]].to(device)}
         return self.moved[key]
 
+    def _places_here(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of the running batch are of either kind: found on the host, so that it waits for no device."""
+        key = self.capture.running, device
+        if key not in self.places:
+            flat = self.roles[key[0]].reshape(-1)
+            train, held_out = ((flat == kind).nonzero()[:, 0].to(device) for kind in (TRAIN, HELD_OUT))
+            self.places = {key: (train, held_out)}
+        return self.places[key]
+
     def split(self, x: torch.Tensor, role: torch.Tensor | None = None) -> Rows:
         """The rows of an input by what they are for. role: what each is, where that is known."""
         rows, kinds = x.reshape(-1, x.shape[-1]), self.roles[self.capture.running]
@@ -150,6 +161,10 @@ class Tokens:
             return Rows(rows, rows[:0], unmatched=True)
         if bool((kinds == HELD_OUT).all()):
             return Rows(rows[:0], rows)
+        mine = self._here(x.device)
+        if role.data_ptr() == mine.data_ptr() and len(role) == mine.numel():
+            train, held_out = self._places_here(x.device)
+            return Rows(rows.index_select(0, train), rows.index_select(0, held_out))
         return Rows(rows[role == TRAIN], rows[role == HELD_OUT])
 
 

@@ -98,7 +98,7 @@ def choose_(
     batches for evaluation; None holds out every fourth batch of the calibration data, or of a single batch's sequences.
     candidates: your own assignments by name, which are measured too and chosen if they are best, regardless of groups: each
     gives the option of a weight by its full name, as a mapping or a function. seed: of labels sampled from the model.
-    progress(what, done, total) is called after each batch.
+    progress(what, done, total) is called after each batch, and before that, where options have methods, for each weight.
 
     The result's `plan` is a configuration for `quantize_`; several budgets give a tuple of results. The model is unchanged, bit
     for bit.
@@ -126,7 +126,8 @@ def choose_(
     job = Job(model, items, tuple(configs), budgets, by_hand, progress, len(calls) + len(held))
     job.check_ranges(range(len(items)))
     if methods:
-        job.weights.calibrate(model, configs, [kwargs or args for args, kwargs in calls], methods)
+        data = [kwargs or args for args, kwargs in calls]
+        job.weights.calibrate(model, configs, data, methods, job.tell)
     with calibrating(model), frozen(model):
         if isinstance(score, Choice):
             job.take_scores(score)
@@ -228,6 +229,10 @@ class Job:
     def step(self, what: str) -> None:
         """A batch has run."""
         self.done += 1
+        self.tell(what)
+
+    def tell(self, what: str) -> None:
+        """Say what is under way, and how many batches have run."""
         if self.progress is not None:
             self.progress(what, self.done, self.total)
 

@@ -7,9 +7,10 @@ What methods with data have made (GPTQ) is held in any case.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,14 +55,18 @@ class Weights:
         configs: Mapping[str, Config | None],
         batches: Sequence[Any],
         methods: tuple[Method, ...],
+        tell: Callable[[str], None] = lambda word: None,
     ) -> None:
-        """Hold what methods make of each option, in a copy of the model that has this option wherever it can be."""
+        """Hold what methods make of each option, in a copy of the model that has this option wherever it can be. tell: is told
+        which option and which of its weights.
+        """
         data = batches if any(method.calibrates for method in methods) else None
         for option, config in configs.items():
             if config is None:
                 continue
             whole, mine = copy.deepcopy(model), [item for item in self.items if option in item.changes]
-            quantize_(whole, config, _layers_of(mine), calibration=data, methods=methods)
+            told = partial(_told, tell, option)
+            quantize_(whole, config, _layers_of(mine), calibration=data, methods=methods, progress=told)
             modules = dict(whole.named_modules())
             for item in mine:
                 path, _, name = item.name.rpartition(".")
@@ -95,6 +100,10 @@ class Weights:
         finally:
             for module, name, parameter in before:
                 module._parameters[name] = parameter
+
+
+def _told(tell: Callable[[str], None], option: str, word: str, done: int, total: int) -> None:
+    tell(f"{option}: {word}")
 
 
 def _layers_of(items: Sequence[Item]) -> Filter:

@@ -189,10 +189,19 @@ def test_a_model_of_methods_is_as_it_was_too():
     before, whole = state(model), copy.deepcopy(model)
     options = {name: (config, ("clip", "gptq")) for name, config in OPTIONS.items()}
     layers = {id(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    words = []
     choice = choose_(
-        model, batches(), options, Bits(3.9), filter_fn=lambda module, name: id(module) in layers
+        model,
+        batches(),
+        options,
+        Bits(3.9),
+        filter_fn=lambda module, name: id(module) in layers,
+        progress=lambda what, done, total: words.append((what, done)),
     )
     assert_same(before, state(model))
+    # Before the first batch it is told what methods do.
+    begins = [what for what, done in words if not done]
+    assert all(any(word.startswith(f"{name}: inputs of the blocks") for word in begins) for name in OPTIONS)
     assert [type(one) for one in choice.methods] == [Clip, GPTQ]
     rounding = choose_(whole, batches(), OPTIONS, Bits(3.9))
     assert choice.measured < rounding.measured
