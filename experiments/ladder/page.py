@@ -69,7 +69,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def means(rows: Sequence[Row]) -> list[str]:
-    """The geometric means of the best run, with the published number beside."""
+    """The geometric means of the best run over all models, with the published number beside; none of a part of the models."""
     best = best_run({where: one for where, one in by_run(rows, summary.KIND).items() if real(where)})
     if best is None:
         return []
@@ -77,7 +77,10 @@ def means(rows: Sequence[Row]) -> list[str]:
         f"{setting} {number(best[1].value(setting, summary.METHOD, MEAN), 2)} over "
         f"{number(best[1].value(setting, summary.METHOD, COUNT), 0)} models"
         for setting in best[1].settings
+        if (best[1].value(setting, summary.METHOD, COUNT) or 0) >= len(MODELS)
     ]
+    if not parts:
+        return []
     return [
         f"Speed with all optimisations over eager bfloat16 ({best[0].device}), geometric mean: {', '.join(parts)}; "
         f"published {PUBLISHED} ({NOTE})."
@@ -241,7 +244,9 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
         and any(over_first(BY_NAME[name], tables_of[name], setting, one) is not None for name in names)
     ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
-    figure = ratio_map([one.name for one in rungs], names, values, "speed over the first rung", end=16.0)
+    figure = ratio_map(
+        [one.name for one in rungs], list(map(titled, names)), values, "speed over the first rung", end=16.0
+    )
     figure.axes[0].tick_params(axis="x", rotation=30)
     name = f"ladder-{setting.replace(' ', '-')}-{where.ending}"
     caption = (
@@ -249,6 +254,12 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
         "one optimisation. Models of which the first rung alone was measured are left out."
     )
     return [Drawing(name, caption, figure)]
+
+
+def titled(name: str) -> str:
+    """A model's name in a figure of rungs, with its weights where those of 8 bits are no int8."""
+    weights = BY_NAME[name].weights[0]
+    return name if weights == "int8" else f"{name} ({weights} weights)"
 
 
 def over_first(one: Subject, results: Results, setting: str, rung: Levers) -> float | None:

@@ -36,6 +36,13 @@ POLICY_TEXT = (
 )
 
 
+#: What impressions of other people's data are.
+DATA = {
+    "complete-journey": "complete-journey (purchases of households)",
+    "movielens-100k": "movielens-100k (ratings of films)",
+}
+
+
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences of the best run of each part."""
     words: list[str] = []
@@ -43,7 +50,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for where, results in by_run(rows, TRAJECTORY).items():
         for one in qualities(results) if where.scale == "full" else []:
             if one.method == "rowwise" and one.gap:
-                said = f"{one.setting} on {where.data} {number(one.gap.mean, 2)} ± {number(one.gap.half, 2)}%"
+                subject = f"{one.setting} on {DATA.get(where.data, where.data)}"
+                said = f"{subject} {number(one.gap.mean, 2)} ± {number(one.gap.half, 2)}%"
                 parts.setdefault(f"{where.run}, {seeds_in([one.seeds])}", []).append(said)
     told = "; ".join(f"{', '.join(found)} ({run})" for run, found in parts.items())
     words.append(f"Relative log loss of rowwise over paired seeds: {told}." if parts else "")

@@ -305,6 +305,7 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
     values: dict[str, object] = {
         "pages": pages,
         "cards": [(found[id(card)], card, past_of(past, card.row)) for card in cards],
+        "further": further_headlines(pages, cards),
         "overview": overview,
         "scoreboard": scoreboard([one for page in pages for one in page.comparisons]),
         "histories": past,
@@ -325,6 +326,21 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
 def first_cards(pages: Iterable[Page]) -> list[Card]:
     """The numbers of the first screen: those of full runs before those of short ones, each in the order of the experiments."""
     return sorted((card for page in pages for card in page.cards), key=lambda card: card.short)[:MOST_CARDS]
+
+
+#: Numbers of a headline, at most, that a card says already where one of them is the card's.
+ON_CARD = 3
+
+
+def further_headlines(pages: Iterable[Page], cards: Iterable[Card]) -> list[tuple[str, Headline]]:
+    """The headlines of the first page with the names of their experiments, but those that say little more than a card."""
+    shown_on = {card.row.key for card in cards}
+    return [
+        (page.name, headline)
+        for page in pages
+        for headline in page.headlines
+        if len(headline.rows) > ON_CARD or not shown_on & {row.key for row in headline.rows}
+    ]
 
 
 def quoted_rows(pages: Iterable[Page]) -> list[tuple[str, Row]]:

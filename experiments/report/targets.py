@@ -211,16 +211,19 @@ class RunTargets:
 
 
 def by_device(runs: Iterable[RunTargets]) -> dict[str, list[Target]]:
-    """All targets of each device that has measured one."""
+    """All targets of each device that has one."""
     found: dict[str, list[Target]] = {}
     for run in runs:
         found.setdefault(run.where.device, []).extend(run.targets)
-    return {device: targets for device, targets in found.items() if known(targets)}
+    return {device: targets for device, targets in found.items() if targets}
 
 
 def counted(runs: Iterable[RunTargets]) -> str:
-    """How many targets are reached of those that were measured, by device; nothing where none was measured."""
-    words = [f"on {device_name(device)} {counts(targets)}" for device, targets in by_device(runs).items()]
+    """How many targets are reached of those that were measured, by device; nothing where there is none."""
+    words = [
+        f"on {device_name(device)} {counts(targets) if known(targets) else f'none of {len(targets)} measured'}"
+        for device, targets in by_device(runs).items()
+    ]
     return f"targets reached {'; '.join(words)}" if words else ""
 
 

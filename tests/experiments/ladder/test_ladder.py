@@ -361,6 +361,7 @@ def test_the_page_says_what_is_reached_and_calls_nothing_a_match():
     rows = full_rows() + summaries(8.0, len(MODELS))
     said = page.findings(rows)
     assert said[0].endswith(f"published 3.88 ({page.NOTE}).")
+    assert page.means(full_rows() + summaries(8.0, 2)) == [], "a mean over a part of the models is none"
     assert any(
         "code-llama-34b, batch 1" in one and "16.00 ms a token in eager bfloat16, 2.00 ms with" in one
         for one in said

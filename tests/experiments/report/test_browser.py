@@ -102,6 +102,7 @@ def first_page(tmp_path):
     values = {
         "pages": [one],
         "cards": [("ptq", card, None)],
+        "further": [],
         "overview": overview,
         "commit": "",
         "families": True,

@@ -148,6 +148,7 @@ def test_devices_have_tables_of_their_own_and_what_is_reached_has_none():
     tables = missed_tables([run(reached, device="A"), run(late, device="B"), run(Target("speed", None, 1.0))])
     assert [table.caption for table in tables] == ["B: 0 of 1 reached"]
     assert counted([]) == ""
+    assert counted([run(Target("a", None, 1.0))]) == "targets reached on GPU none of 1 measured"
 
 
 @pytest.mark.parametrize("name", SMALL)
