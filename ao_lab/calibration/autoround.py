@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -301,16 +301,16 @@ class Learning:
 
     def _loss(self, batches: Sequence[int]) -> torch.Tensor:
         """The mean square error over tokens to learn from, its gradients with the weights."""
-        total = torch.zeros((), dtype=torch.float64)
+        # No zero of the host's to begin with: to copy it there a GPU would be waited for in every step.
+        losses = []
         for batch in batches:
             with torch.enable_grad():
                 with without_cudnn():
                     loss = self._squares(batch, TRAIN) / len(batches)
                 with one_order(loss):
                     loss.backward()  # type: ignore[no-untyped-call]
-            loss = loss.detach().to(torch.float64)
-            total = total.to(loss.device) + loss
-        return total
+            losses.append(loss.detach().to(torch.float64))
+        return reduce(torch.add, losses)
 
     def _squares(self, batch: int, role: int) -> torch.Tensor:
         """The mean over tokens of a kind in a batch of the squared error of the block's output."""

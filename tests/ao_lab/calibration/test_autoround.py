@@ -122,6 +122,23 @@ def test_small_weights_are_evaluated_as_one_matrix_with_the_bits_of_each_alone(m
     assert len(weights(models[0])) == 14
 
 
+def test_a_step_takes_nothing_from_the_host(monkeypatch):
+    """Which would be a wait for the device in each."""
+    devices = set()
+
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            devices.update(x.device.type for x in (*args, result) if isinstance(x, torch.Tensor))
+            return result
+
+    leaf = torch.zeros(4, device="meta", requires_grad=True)
+    monkeypatch.setattr(Learning, "_squares", lambda self, batch, role: leaf.square().sum())
+    with Devices():
+        total = Learning(None, None, AutoRound(), [])._loss([0, 1])
+    assert (total.dtype, devices) == (torch.float64, {"meta"})
+
+
 def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
     model = stack()
     model.blocks[0].one.weight.requires_grad_(False)
