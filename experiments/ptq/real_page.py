@@ -90,7 +90,7 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         bits = [run.whole.value(setting, method, "bits per weight") for setting in (WEIGHTS, both)]
         line = [
             named(run, method),
-            number(size, 1, 1e-6),
+            megabytes(size),
             number(bits[0] if bits[0] is not None else bits[1], 2),
         ]
         line += quality_cells(results, WEIGHTS, method)
@@ -99,6 +99,11 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         )
     rows = [*results.rows, *run.whole.rows]
     return Table(f"{run.model}, {text}", columns, lines, rows)
+
+
+def megabytes(size: float | None) -> str:
+    """Decimal megabytes, of less than one with three digits behind the point."""
+    return number(size, 1 if size is None or size >= 1e6 else 3, 1e-6)
 
 
 def named(run: RealRun, method: str) -> str:
@@ -120,7 +125,7 @@ def serving(run: RealRun) -> Table:
             held = run.whole.value(setting, method, IN_MEMORY) or size
             if peak is None and memory is not None and held is not None:
                 peak = held + memory
-            cells = [number(one, 1, 1e-6) for one in (size, memory, peak)]
+            cells = [megabytes(one) for one in (size, memory, peak)]
             dense = number(run.whole.value(setting, method, DENSE), 1)
             name = named(run, method)
             lines.append([name, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
@@ -152,9 +157,10 @@ def drawing(run: RealRun) -> Drawing | None:
     labels = "size of the model (MB, decimal)", "increase of the loss (nats)"
     wide = scatter_panels(panels, *labels, symlog=LINEAR)
     narrow = scatter_panels(panels, *labels, symlog=LINEAR, columns=1, width=3.5)
+    some = any(" layers)" in named(run, method) for method in run.lines)
     caption = (
         f"{run.model}: loss against bytes, rounding to the nearest, with 95% intervals; linear below {LINEAR}, logarithmic "
-        "above."
+        f"above.{' (13/15): 13 of 15 layers are quantized.' * some}"
     )
     return Drawing(f"ptq-real-{run.ending}", caption, wide, narrow)
 
@@ -169,7 +175,7 @@ def points(
         size, value = run.whole.value(setting, method, "size"), results.value(setting, method, metric)
         if method != base and size is not None and value is not None and math.isfinite(value):
             name = named(run, method)
-            label = name if len(run.lines) < 16 else ""
+            label = name.replace(" of ", "/").replace(" layers", "") if len(run.lines) < 16 else ""
             half = (results.half(setting, method, error) or 0.0) if error else 0.0
             found.append(Point(size / 1e6, value, family(method), label, name, half))
     return found
