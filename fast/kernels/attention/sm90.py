@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
 
     heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
-    the whole of attention: what these do not take is made by Triton's kernels. pieces, ring: of
+    the whole of attention: what these do not take is made by Triton's kernels. pieces, ring, early: of
     `sm90_heads.Problem`, for queries whose heads lie side by side.
     """
 
@@ -47,6 +47,7 @@ class Variant(NamedTuple):
     heads: bool = False
     pieces: int = 0
     ring: bool = False
+    early: bool = False
 
     @property
     def cluster(self) -> int:

@@ -31,6 +31,7 @@ struct Problem {
 
 constexpr int WIDTH = 128, TOKENS = 128, THREADS = 256, WARPS = THREADS / 32;
 constexpr int PAIRS = TOKENS / WARPS / 2;  // of tokens, which a warp has
+constexpr int AHEAD = 264;  // programs of queries that run while statistics do: two of each multiprocessor
 constexpr float VALUE_TARGET = 448.0f, OVER_VALUE_TARGET = 1.0f / 448.0f;
 
 // Of a head, what parts of its tokens left for a channel, made one: by half as many threads as there are, in one order.
@@ -266,7 +267,8 @@ struct Rows {
   __device__ __forceinline__ void code_all(int chunk, int step) const {
     const int chunks = p.query_blocks * p.query_heads;
     if (Q_RING) ask(chunk, chunks, 0);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // EARLY: statistics, which waited for all in front, write none of what is read or written here.
+    if (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll 1
     for (int stage = 0; chunk < chunks; chunk += step, stage ^= 1) {
       uint4 words[MANY][PIECES];
@@ -290,11 +292,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void sm90_head_codes(const _
   extern __shared__ float memory[];
   const int others = 2 * p.pairs * p.blocks, queries = int(gridDim.x) - others;  // programs
 #if Q_PIECES
-  // Those of queries, which wait for memory least, and others in turn, as long as there are both.
-  const int both = 2 * min(queries, others), own = int(blockIdx.x) < both ? blockIdx.x / 2 : blockIdx.x - both / 2;
-  if (int(blockIdx.x) < both ? blockIdx.x % 2 == 0 : queries > others) {
-    const int step = queries / (p.pairs / p.heads);  // programs of a sequence
-    Rows<Q_PIECES>(p, own / step, memory).code_all(own % step, step);
+  // Those of queries, which wait for memory least, and others in turn, as long as there are both; EARLY some of queries first.
+  const int ahead = EARLY ? min(queries, AHEAD) : 0, left = queries - ahead, at = int(blockIdx.x) - ahead;
+  const int both = 2 * min(left, others), own = at < both ? at / 2 : at - both / 2;
+  if (at < 0 || (at < both ? at % 2 == 0 : left > others)) {
+    const int step = queries / (p.pairs / p.heads), query = at < 0 ? blockIdx.x : ahead + own;  // step: programs of a sequence
+    Rows<Q_PIECES>(p, query / step, memory).code_all(query % step, step);
     return;
   }
 #else

@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
     pieces: of eight channels of a row of queries, which a thread has (1, 2 or 4), where codes lie as queries do, as
     (B, T, H, 128). 0: codes of a head's queries lie together. ring: whether a program of these has up to CHUNKS times as many
-    rows, which come by way of shared memory while it makes codes of others.
+    rows, which come by way of shared memory while it makes codes of others. early: whether these begin while statistics run.
     """
 
     element: str
@@ -60,13 +60,14 @@ class Problem(NamedTuple):
     center: bool
     pieces: int = 0
     ring: bool = False
+    early: bool = False
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
         "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "Q_PIECES": problem.pieces,
-        "Q_RING": int(problem.ring),
+        "Q_RING": int(problem.ring), "EARLY": int(problem.early),
     }  # fmt: skip
 
 
@@ -115,11 +116,12 @@ def quantized(
     q: torch.Tensor | None = None,
     pieces: int = 0,
     ring: bool = False,
+    early: bool = False,
 ) -> Heads | None:
     """Codes and scales of k and v (B, KV, S, 128), and of q (B, H, T, 128) where it is given and `takes_queries`, else None.
 
-    pieces, ring: see `Problem`; of queries whose heads lie side by side, as a projection leaves them, others have 0. Codes are
-    then a view, (B, H, T', 128) of (B, T', H, 128). None where the kernels do not compile or load.
+    pieces, ring, early: see `Problem`; of queries whose heads lie side by side, as a projection leaves them, others have 0.
+    Codes are then a view, (B, H, T', 128) of (B, T', H, 128). None where the kernels do not compile or load.
     """
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
     if q is not None and not (
@@ -127,9 +129,16 @@ def quantized(
     ):
         q = None
     pieces = pieces if q is not None and q.stride(1) == WIDTH else 0
-    ring = ring and pieces > 0
+    ring, early = ring and pieces > 0, early and pieces > 0
     problem = Problem(
-        recipe.schemes[1].element, FLOAT_NAMES[k.dtype], by_token, recipe.rotate, recipe.center, pieces, ring
+        recipe.schemes[1].element,
+        FLOAT_NAMES[k.dtype],
+        by_token,
+        recipe.rotate,
+        recipe.center,
+        pieces,
+        ring,
+        early,
     )
     kernels = STATISTICS_KERNEL, CODES_KERNEL
     if not all(cuda.is_loadable(one, Variant(), problem, k.get_device()) for one in kernels):

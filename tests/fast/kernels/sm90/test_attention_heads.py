@@ -94,13 +94,14 @@ def test_codes(name):
 
 
 #: Recipe, sequences and heads of queries, of keys, tokens of both: more programs of queries than of keys and values, or fewer.
-#: Pieces of a row in a lane, and whether rows come by way of shared memory.
+#: Pieces of a row in a lane, whether rows come by way of shared memory, and whether while statistics run.
 QUERIES = {
     "many": ("int8_block", (2, 2), (2, 1), 140, 60, 0, False), "float8": ("fp8", (1, 2), (1, 1), 40, 60, 0, False),
     "few": ("int8_block", (1, 1), (1, 1), 150, 300, 0, False), "a ring": ("int8_block", (1, 2), (1, 1), 70, 20, 4, True),
     "side by side": ("int8_block", (2, 3), (2, 1), 140, 60, 4, False), "8 lanes": ("fp8", (1, 2), (1, 1), 40, 60, 2, True),
     "16 lanes": ("int8", (1, 2), (1, 1), 40, 60, 1, False), "as they are": (AS_IT_IS, (1, 3), (1, 1), 9, 9, 4, True),
     "a long ring": ("int8_block", (2, 3), (2, 1), 140, 60, 4, True),
+    "early": ("int8_block", (2, 3), (2, 1), 140, 60, 4, True, True),
 }  # fmt: skip
 
 
@@ -123,12 +124,17 @@ def queries_of(name):
     return q.transpose(1, 2), torch.randn((*key_heads, keys, 128), generator=draw).half()
 
 
-def queries_made(name, change=unchanged, early=True):
+def one_ahead(text):
+    """A source whose programs of queries are one ahead of those in turn."""
+    return text.replace("AHEAD = 264", "AHEAD = 1")
+
+
+def queries_made(name, change=one_ahead, early=True):
     """What the kernels make of them, in as few programs as may be."""
-    (q, k), (recipe, *_, pieces, ring) = queries_of(name), QUERIES[name]
-    call = lambda: sm90_heads.quantized(k, k, attention_recipe_of(recipe), q, pieces, ring)  # noqa: E731
+    (q, k), (recipe, *_) = queries_of(name), QUERIES[name]
+    call = lambda: sm90_heads.quantized(k, k, attention_recipe_of(recipe), q, *QUERIES[name][5:])  # noqa: E731
     with mock.patch.object(sm90_heads, "MANY_PROGRAMS", 1):
-        return StandIn(seed=1, change=change, early=early).made(call, k, q)
+        return StandIn(seed=1, change=change, early=early, late=True).made(call, k, q)
 
 
 def reference_of(name, made):
@@ -159,6 +165,7 @@ QUERY_FAULTS = {
     "there is a token more": ("at.token < p.queries);", "at.token < p.queries - 1);"),
     "pieces of a lane follow each other": ("from + 2 * EACH * OWN * j", "from + 2 * EACH * j"),
     "codes of a lane follow each other": ("(to + EACH * OWN * j)", "(to + EACH * j)"),
+    "a program of queries is left out": ("query = at < 0 ? blockIdx.x : ahead + own;", "query = at < 0 ? blockIdx.x : own;"),
     "pieces mix with others": ("if (!(i / EACH & far)) add", "if (i / EACH & far) add"),
 }  # fmt: skip
 
@@ -172,8 +179,10 @@ def test_the_emulator_sees_it_of_queries(fault):
 
 def queries_are_right(early, change):
     """The headers have the change where they have the piece."""
-    either = lambda text: change(text) if change is unchanged or change.old in text else text  # noqa: E731
-    return queries_are_reference("a ring", queries_made("a ring", either, early))
+    has = lambda text: change is unchanged or change.old in text  # noqa: E731
+    either = lambda text: one_ahead(change(text) if has(text) else text)  # noqa: E731
+    name = "early" if change is not unchanged and "at < 0" in change.old else "a ring"
+    return queries_are_reference(name, queries_made(name, either, early))
 
 
 #: A piece of the sources and what takes its place.
@@ -212,7 +221,8 @@ def is_right(early, change):
 
 PROBLEMS = [Problem("int8", "bfloat16", False, True, True), Problem("int8", "float16", True, True, True),
             Problem("float8_e4m3fn", "bfloat16", True, False, False),
-            *(Problem("int8", "bfloat16", False, True, True, n, to) for n in (1, 2, 4) for to in (False, True))]  # fmt: skip
+            *(Problem("int8", "bfloat16", False, True, True, n, to) for n in (1, 2, 4) for to in (False, True)),
+            Problem("int8", "bfloat16", False, True, True, 4, True, True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
