@@ -26,9 +26,11 @@ def test_mode(name, mode):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("mode", [mode for mode in jax_modes.MODES if mode not in MESHES])
-def test_every_function_in_every_mode(mode):
-    names = [*jax_modes.FUNCTIONS, *(name for name in jax_modes.SCHEMES if "gradient" in name)]
+def test_every_function_in_every_mode(mode, part):
+    """A quarter of them a test: a mode that compiles each takes a minute and a half."""
+    names = [*jax_modes.FUNCTIONS, *(name for name in jax_modes.SCHEMES if "gradient" in name)][part::4]
     # Step by step a product takes minutes.
     slow = {"dot_general seed", "dot_general integer", "quantize_both"} if mode == "disable_jit" else set()
     found = {name: jax_modes.wrong(name, mode) for name in names if name not in slow}
