@@ -129,8 +129,9 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
     for setting in (one for one in cases(run) if not is_choice(one)):
         points = list(minutes_and_shares(run, results, setting))
         if points:
-            title = f"{setting} (one method)" if len(points) == 1 else setting
-            panels[title] = Panel(points, {"": ("#666666", steps(front(points, most=True)))}, {})
+            panels[told(results, setting, len(points))] = Panel(
+                points, {"": ("#666666", steps(front(points, most=True)))}, {}
+            )
     if chosen := choices(run, results):
         panels[AUTOMATIC] = Panel(chosen, {}, {})
     if not panels:
@@ -141,9 +142,18 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
     narrow = front_panels(panels, *labels, COLORS, xlog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "
-        "recovered within so many minutes; minutes of the automatic choice hold the choosing."
+        "recovered within so many minutes; minutes of the automatic choice hold the choosing. Methods without a time are in "
+        "tables alone."
     )
     return Drawing(f"calibration-minutes-{run.ending}", caption, wide, narrow)
+
+
+def told(results: Results, setting: str, timed: int) -> str:
+    """A scheme, and how many of its methods have a time where not all have one, or that there is one method alone."""
+    measured = sum(results.value(setting, name, RECOVERED) is not None for name in methods(results, setting))
+    if measured == 1:
+        return f"{setting} (one method)"
+    return setting if timed == measured else f"{setting} ({timed} of {measured} methods)"
 
 
 def minutes_and_shares(run: RealRun, results: Results, setting: str) -> Iterator[Point]:

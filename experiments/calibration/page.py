@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -130,26 +129,20 @@ def bests(run: RealRun, text: str) -> list[Best]:
 
 
 def best_of(run: RealRun) -> list[str]:
-    """A sentence for each text: the range of the best methods' shares, and schemes of one method, which no other was beside."""
+    """A sentence for each text on which a method was measured."""
     return [sentence(run, text, found) for text in run.texts if (found := bests(run, text))]
 
 
 def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
-    """Of one text."""
-    several = [one for one in found if one.compared > 1]
-    said, words = f"{run.model}, {text} ({run.where.run}): ", []
-    if several:
-        name, times = Counter(one.method for one in several).most_common(1)[0]
-        low, high = (number(limit(one.share for one in several), 0) for limit in (min, max))
-        of = f"{name} in {times} of {len(several)}"
-        between = low if low == high else f"{low} to {high}"
-        words += [f"the best method removes {between}% of rounding's KL divergence, by scheme ({of})"]
-    alone = [
-        f"{one.scheme}: only {one.method} was measured ({number(one.share, 0)}%)"
-        for one in found
-        if one.compared <= 1
+    """Of one text: the share of each scheme, the largest first, its method, and where no other was measured."""
+    words = [
+        f"{one.scheme} {number(one.share, 0)}% by {one.method}{', the only one measured' * (one.compared <= 1)}"
+        for one in sorted(found, key=lambda one: -one.share)
     ]
-    return said + "; ".join([*words, *alone]) + "."
+    return (
+        f"{run.model}, {text} ({run.where.run}), share of rounding's KL divergence that the best method removes: "
+        f"{'; '.join(words)}."
+    )
 
 
 def choices_of(run: RealRun) -> list[str]:
