@@ -128,11 +128,13 @@ def command(
     check_counts(limit, length, new_tokens)
     check_texts(text=text, calibration=calibration)
     check_harness(asked)
+    named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
+    for name in [*named, *(more or [])]:
+        configuration(name)
     with when_stopped(lambda: kept_in(out, COMPARISON)):
         from ao_lab.eval import HarnessOptions
 
         where = device.value if device else None
-        named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
         run(model_dir, [*named, *(more or [])], out, where, as_json, layout.value,
             text=text, corpus=corpus_path, calibration=calibration, methods=tuple(method or ()),
             calibration_windows=windows or calibration_windows, limit=limit, length=length, new_tokens=new_tokens,
@@ -186,6 +188,7 @@ def split(given: str) -> list[str]:
 
 def configuration(text: str) -> Any:
     """What a name with options stands for, or a folder; WrongInput with the nearest names, and how options are written."""
+    from ao_lab.cli.listings import config_classes
     from ao_lab.cli.named_config import config_of
 
     if (Path(text) / "config.json").is_file():
@@ -200,10 +203,11 @@ def configuration(text: str) -> Any:
     if settings:
         with wrong_input():
             return config_of(name, None, settings)
-    from ao_lab.measure.configurations import configuration as of_name
+    from ao_lab.config.base import config_named
 
+    config_classes()  # all of them are known by name then
     try:
-        return of_name(name)
+        return config_named(name)
     except ValueError as error:
         raise WrongInput(f"{error}; and no folder with a config.json is there") from error
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from ao_lab.config.recipe import Recipe, check_sparsity, named, recipe_of
-from reference import Scales, Scheme
-from reference.arrays.namespace import check_keywords
+from reference import SCHEMES, Scales, Scheme
+from reference.arrays.namespace import check_keywords, lookup
 
 if TYPE_CHECKING:
     import torch
@@ -235,6 +235,17 @@ class FqnToConfig:
         return tuple(f"{name}: {told}" for name, changes in named for told in changes)
 
 
+def config_named(name: str) -> Any:
+    """The configuration of a class's name with its defaults, or that of a scheme's; ValueError with the nearest names."""
+    if name in CONFIGS:
+        return CONFIGS[name]()
+    try:
+        return SchemeConfig(scheme=named(name))
+    except ValueError:
+        both: dict[str, Any] = {**CONFIGS, **SCHEMES}
+        return lookup(name, both, "configuration or scheme")
+
+
 def _is_default(config: Config, parameter: Any) -> bool:
     """Whether a parameter of a configuration has its default; tensors never are."""
     value, default = getattr(config, parameter.name), parameter.default
@@ -339,6 +350,6 @@ def kind_of(given: object) -> str:
 
 
 __all__ = [
-    "CONFIGS", "DEFAULT", "PATTERN", "Config", "FqnToConfig", "Observer", "SchemeConfig", "compiled_pattern",
+    "CONFIGS", "DEFAULT", "PATTERN", "Config", "FqnToConfig", "Observer", "SchemeConfig", "compiled_pattern", "config_named",
     "dtype_name", "kind_of", "operands", "static_scales",
 ]  # fmt: skip

@@ -16,15 +16,13 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.model_builder import read_config
 from ao_lab.checkpoint.size import Written
-from ao_lab.config.base import CONFIGS, Config, FqnToConfig, SchemeConfig
-from ao_lab.config.recipe import named
+from ao_lab.config.base import Config, FqnToConfig, SchemeConfig, config_named
 from ao_lab.eval import Text, Windows
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.measure.evaluate import fingerprint, name_of
 from ao_lab.measure.folders import as_fields, check_folder, fields_of, windows_for
 from ao_lab.transforms.plan import PYTHON_ADVICE, TIED
-from reference import SCHEMES, Scheme
-from reference.arrays.namespace import lookup
+from reference import Scheme
 
 Given = str | Path | Scheme | Config | FqnToConfig
 #: Configurations that are compared where none is named.
@@ -60,14 +58,8 @@ def configuration(one: Given) -> Any:
     if isinstance(one, Path) or (Path(one) / "config.json").is_file():
         check_folder(Path(one))
         return Path(one)
-    if one in CONFIGS:
-        return CONFIGS[one]()
-    try:
-        return SchemeConfig(scheme=named(one))
-    except ValueError:
-        both: dict[str, Any] = {**CONFIGS, **SCHEMES}
-        with wrong_input():
-            return lookup(one, both, "configuration or scheme")
+    with wrong_input():
+        return config_named(one)
 
 
 def label_of(one: Given) -> str:

@@ -21,6 +21,7 @@ COMMANDS = {
     "--new-tokens -1: ": ["compare", "model", "--new-tokens", "-1"],
     "give a model (--model DIR) or shapes": ["bench"],
     "unknown scheme 'mxfp4_e2m1'; the nearest are mxfp4, ": ["schemes", "mxfp4_e2m1"],
+    "unknown configuration or scheme 'mxfp9'; the nearest are": ["compare", "model", "mxfp9"],
     "the nearest are mxfp4": ["quantize", "model", "out", "--config", "mxfp5"],
     "has no option group; the nearest is group_size": ["quantize", "model", "out", "--config", "Int4WeightOnlyConfig group=3"],
     "in quotes: --config 'Int4WeightOnlyConfig group_size=32'": [
