@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Sentences longer than this are shown as a lead and a list; the lead is at most so long.
 LONG, LEAD = 260, 140
-#: Characters of a main finding in README.md, the sentence that passes it left out.
+#: Characters of a main finding in README.md; what passes it is left out, a sentence or a member of a list.
 BRIEF = 340
 #: Where a sentence ends and another begins.
 SENTENCE = re.compile(r"\.\s+(?=[A-Z0-9])")
@@ -76,11 +76,15 @@ def sentences(text: str) -> list[str]:
 
 
 def brief(text: str) -> str:
-    """The first sentences of a text that have at most BRIEF characters together, without the last full stop; the first
-    always."""
+    """The first sentences of a text that have at most BRIEF characters together, without the last full stop; of a longer first
+    sentence the members of its list that fit, and how many there are more."""
     found = sentences(text)
     fitting = [end for end in range(1, len(found) + 1) if len(". ".join(found[:end])) <= BRIEF]
-    return ". ".join(found[: max(fitting, default=1)])
+    if fitting:
+        return ". ".join(found[: fitting[-1]])
+    members = split(found[0], ";")
+    kept = [end for end in range(1, len(members)) if len("; ".join(members[:end])) <= BRIEF]
+    return f"{'; '.join(members[: kept[-1]])}; {len(members) - kept[-1]} more" if kept else found[0]
 
 
 def split(text: str, mark: str) -> list[str]:

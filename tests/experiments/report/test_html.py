@@ -295,6 +295,10 @@ def test_a_list_is_seen_and_its_end_opens():
     assert sentences(several) == ["Gap (a. B c) 1.2", "Loss 3.4", "5 seeds"]
     assert brief(f"Short. B{'a' * 400}.") == "Short"
     assert brief("a" * 400) == "a" * 400
+    assert (
+        brief(f"Speed: {'a' * 200}; {'b' * 100}; {'c' * 100}; d")
+        == f"Speed: {'a' * 200}; {'b' * 100}; 2 more"
+    )
     assert [member(one) for one in ("int8", "int4 g128, zero points")] == ["int8", "int4 g128 (zero points)"]
 
 
