@@ -121,7 +121,9 @@ class OwnText:
             raise ValueError(
                 f"--text {path} holds {len(text)} characters; give a text of some thousand words"
             )
-        return cls(re.sub(r"[^\w.+-]+", "_", path.name) or "text", text[:cut], text[cut:], whole)
+        # Whole texts are called as `ao-lab compare` calls them.
+        name = path.name if whole else path.stem
+        return cls(re.sub(r"[^\w.+-]+", "_", name) or "text", text[:cut], text[cut:], whole)
 
     @property
     def evaluation(self) -> EvaluationText:
