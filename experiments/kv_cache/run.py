@@ -35,7 +35,7 @@ from experiments.data.texts import TextWindows
 from experiments.harness.bench import copy_rate
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
 from experiments.harness.registry import check_known
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.kv_cache import generation, speed
 from experiments.kv_cache.needle import METHODS, Plan, asked, trained
 from experiments.models.causal_lm import REAL, Bench, RealModel, values_of
@@ -69,6 +69,15 @@ ALL, LAST = "all positions", "last quarter"
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: models, windows, texts and the seed."""
     return f"{real_subject(settings)}-{settings.seed}"
+
+
+def measured_whole(row: Row) -> tuple[str, str] | None:
+    """What a row is timed in turn with, by table and setting; None where its line stands for itself."""
+    return (
+        (row.table, row.setting)
+        if table_parts(row.table)[0] in (generation.GENERATE, generation.STEP)
+        else None
+    )
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -253,4 +262,4 @@ def predicted(bench: Bench, windows: TextWindows, recipe: str) -> Values:
     return {**values_of(sums, windows), "bytes a token": (settings.bytes_per_token, "B")}
 
 
-__all__ = ["PARTS", "check_parts", "run", "subject"]
+__all__ = ["PARTS", "check_parts", "measured_whole", "run", "subject"]

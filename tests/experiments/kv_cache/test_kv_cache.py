@@ -274,3 +274,17 @@ def test_compiled_steps_are_compared_with_each_other():
     assert [(target.name, target.reached) for target in of_steps.targets if target.reached is not None] == [
         (f"fp8, compiled, {case}: speed over bfloat16", True)
     ]
+
+
+def test_methods_that_are_timed_in_turn_are_published_together():
+    """A later run of fewer methods leaves none of an earlier one beside it."""
+    from experiments.runs.run import merged
+
+    def row(method, date):
+        return Row(experiment="kv_cache", table="step/full/random-weights", setting="model", method=method, metric="time",
+                   value=1.0, unit="ms", device="NVIDIA H200", seed=0, date=date)  # fmt: skip
+
+    before = [row("bfloat16", "2026-11-29T00:00:00Z"), row("int4", "2026-11-29T00:00:00Z")]
+    assert [one.method for one in merged("kv_cache", before, [row("bfloat16", "2026-11-30T00:00:00Z")])] == [
+        "bfloat16"
+    ]
