@@ -31,12 +31,12 @@ def float_of(b):
 
 
 @triton.jit
-def read(pointers, inside):
-    """Load, with 0 where an element does not exist; inside is None where all do."""
+def read(pointers, inside, EVICT: tl.constexpr = ""):
+    """Load, with 0 where an element does not exist; inside is None where all do. EVICT: `tl.load`'s eviction_policy."""
     if inside is None:
-        return tl.load(pointers)
+        return tl.load(pointers, eviction_policy=EVICT)
     else:
-        return tl.load(pointers, mask=inside, other=0)
+        return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICT)
 
 
 @triton.jit

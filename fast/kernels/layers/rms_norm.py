@@ -56,12 +56,17 @@ ELEMENTS = 4096
 PART = 8192
 # The steps between threads and warps, the root and the divisions cost the same for any number of elements.
 PER_THREAD = 64
+#: Columns of a short row: with one scale it is of a smaller program, and of more threads (measured).
+SHORT = 512
+SHORT_ELEMENTS, SHORT_PER_THREAD = 1024, 32
 #: Columns of a long row: fewer, larger programs pay off where it has one scale, and more warps where it has many.
 LONG = 8192
 #: Elements a thread of a long row with one scale.
 WHOLE_PER_THREAD = 128
 #: Elements a thread of a long row with many scales.
 GROUPS_PER_THREAD = 32
+#: How the L2 cache keeps x, `tl.load`'s eviction_policy; for measurements.
+EVICT = ""
 
 
 @triton.jit
@@ -84,13 +89,14 @@ def norm_kernel(
     x, residual, weight, sums, new_residual, y, codes, scale, zero, eps, rows, length, per_row, column_tiles,
     SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, HAS_PTX: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Normalize a tile, and quantize it where there is a SCHEME. SUMS: sums of parts of a row, filled to a power of two."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
     at = row * length + column
-    h = summed(x, residual, at, inside, DTYPE, HAS_PTX)
+    h = summed(x, residual, at, inside, DTYPE, HAS_PTX, EVICT)
     if new_residual is not None:
         tl.store(new_residual + at, h, mask=inside)
     if SUMS > 0:
@@ -146,24 +152,28 @@ def rms_norm_quantize(
         return None
     call = _NormCall(x, weight, residual, eps, name)
     length = x.shape[-1]
-    place = _whole_rows(x.numel() // length, length, result.length, _per_thread(length, result, name))
+    place = _whole_rows(x.numel() // length, length, result.length, *_program(length, result, name))
     for part, buffer in result.buffers.items():
         call.recording.allocate(part, *buffer)
     call.launch(place, result)
     return call.result(result.quantized(), key, scheme)
 
 
-def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
+def _whole_rows(
+    rows: int, length: int, block: int, elements: int = ELEMENTS, per_thread: int = PER_THREAD
+) -> Tiles:
     return tiles(
-        rows, length, block, size=power_above(length), elements=ELEMENTS, stride=length, per_thread=per_thread
+        rows, length, block, size=power_above(length), elements=elements, stride=length, per_thread=per_thread
     )
 
 
-def _per_thread(length: int, made: Outputs, name: str) -> int:
-    """Elements of a thread; float32 and zero points leave no registers for many."""
+def _program(length: int, made: Outputs, name: str) -> tuple[int, int]:
+    """Elements of a program and of a thread; float32 and zero points leave no registers for many."""
+    if length <= SHORT and made.length == length:
+        return SHORT_ELEMENTS, SHORT_PER_THREAD
     if length <= LONG or length % 16 or name == "float32" or made.problem.scheme.zero is not None:
-        return PER_THREAD
-    return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
+        return ELEMENTS, PER_THREAD
+    return ELEMENTS, WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
 
 class _NormCall:
@@ -193,7 +203,7 @@ class _NormCall:
             return
         parts = power_above(place.column_tiles) if summed_up else 0
         shape = place.constants.values()
-        tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted())
+        tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted(), EVICT)
         self._run(norm_kernel, 9, place.programs, place.warps, tail)
 
     def pieces(self, made: Outputs | None) -> tuple[Pieces | None, int]:

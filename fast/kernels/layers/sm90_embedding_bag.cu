@@ -5,13 +5,13 @@
 // no load waits for ids but the first ones, and what is in flight depends neither on registers nor on how long bags are.
 // Eight lanes copy a row, a lane adds four of its elements; where a row's last line is shorter, lanes behind it store nothing.
 // A scale comes with the others of its sixteen bytes, past the first-level cache, which has too few lines for all that are in
-// flight (BYPASS); its row's lane then puts it where all lanes read it.
+// flight; its row's lane then puts it where all lanes read it.
 //
 // The bits are those of `reference.embedding_bag`: products and sums are rounded one by one, in the order of ids. Products that
 // overflow stop at the largest float32; a piece without a scale of 2^119 leaves that out.
 //
 // Defined: FORMAT (of codes), WIDE (ids of 64 bits), MEAN, OUTPUT (0: float32, 1: bfloat16, 2: float16), WARPS (of a program),
-// ROWS, STAGES, RESIDENT (programs of a multiprocessor), BYPASS.
+// ROWS, STAGES, RESIDENT (programs of a multiprocessor).
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -21,7 +21,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 constexpr u32 ALL = 0xFFFFFFFF, NOTHING = 0xFFFFFFFF;
 constexpr u32 INFINITY_BITS = 0x7F800000, NAN_BITS = 0x7FC00000, LARGE_BITS = 0x7B000000;
 // Bytes of a line, of a scale's copy, of a piece; where scales lie that all lanes read.
-constexpr int LINE = 128, COPY = BYPASS ? 16 : 4, STAGE = ROWS * (LINE + COPY), SCALES_AT = STAGES * STAGE;
+constexpr int LINE = 128, COPY = 16, STAGE = ROWS * (LINE + COPY), SCALES_AT = STAGES * STAGE;
 constexpr i64 LONGEST = 0x40000000;
 
 #if WIDE
@@ -60,9 +60,9 @@ __device__ __forceinline__ void copy4(u32 to, const char* from) {
 __device__ __forceinline__ u32 copy_scale(const Problem& p, u32 to, u32 row) {
   const char* from = p.scale + static_cast<unsigned long long>(row) * p.scale_stride;
   const char* last = p.scale + static_cast<unsigned long long>(p.rows - 1) * p.scale_stride;
-  const u32 beyond = BYPASS ? static_cast<u32>(reinterpret_cast<unsigned long long>(from)) % 16 : 0;
+  const u32 beyond = static_cast<u32>(reinterpret_cast<unsigned long long>(from)) % 16;
   if (row == NOTHING) return 0;
-  if (BYPASS && from - beyond + 12 <= last)
+  if (from - beyond + 12 <= last)
     copy16(to, from - beyond);
   else
     copy4(to + beyond, from);

@@ -18,8 +18,9 @@ from fast.launch import cuda
 from fast.launch.cuda import CudaLaunch, Kernel, is_served
 from reference import Quantized
 
-#: Bytes of a row that a warp adds up, the most bags it has, an end of one a lane, and how much of a row's lines is filled.
-LINE, MOST_BAGS, FILLED = 128, 32, 0.6
+#: Bytes of a row that a warp adds up and that come with a scale, the most bags it has, an end of one a lane, and how much of a
+#: row's lines is filled.
+LINE, COPY, MOST_BAGS, FILLED = 128, 16, 32, 0.6
 #: Ids of a warp, about, and warps that keep a GPU busy: fewer ids are a warp's where there would be fewer warps.
 IDS, WARPS_AT_LEAST = 214, 8 * cuda.MULTIPROCESSORS
 #: Elements of a byte that it decodes, and dtypes of sums, by the numbers of the source.
@@ -41,13 +42,12 @@ class Problem(NamedTuple):
 
 class Variant(NamedTuple):
     """warps: of a program. rows: of a piece. stages: pieces in shared memory, one of which is added up. resident: programs of a
-    multiprocessor. bypass: whether scales come past the first-level cache."""
+    multiprocessor."""
 
     warps: int = 4
     rows: int = 32
     stages: int = 2
     resident: int = 6
-    bypass: bool = True
 
     @property
     def cluster(self) -> int:
@@ -62,7 +62,7 @@ class Variant(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a program: codes and copies of scales, and the scales of one piece."""
-        return self.warps * self.rows * (self.stages * (LINE + (16 if self.bypass else 4)) + 4)
+        return self.warps * self.rows * (self.stages * (LINE + COPY) + 4)
 
 
 VARIANT = Variant()
@@ -72,7 +72,6 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "FORMAT": problem.format, "WIDE": int(problem.wide), "MEAN": int(problem.mean), "OUTPUT": problem.output,
         "WARPS": variant.warps, "ROWS": variant.rows, "STAGES": variant.stages, "RESIDENT": variant.resident,
-        "BYPASS": int(variant.bypass),
     }  # fmt: skip
 
 

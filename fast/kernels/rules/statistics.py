@@ -29,9 +29,9 @@ def tree_sum(v):
 
 
 @triton.jit
-def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """x, or x + residual rounded to their dtype, in that dtype."""
-    v = read(x + at, inside)
+def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr, EVICT: tl.constexpr = ""):
+    """x, or x + residual rounded to their dtype, in that dtype. EVICT: how the L2 cache keeps x."""
+    v = read(x + at, inside, EVICT)
     if residual is not None:
         v = narrowed(floats(v, HAS_PTX) + floats(read(residual + at, inside), HAS_PTX), DTYPE, HAS_PTX)
     return v

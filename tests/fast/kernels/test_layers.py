@@ -75,7 +75,7 @@ def normalize_norm_code(name, length, residual):
     dtype = "bfloat16"
     other = dtype if residual else None
     arguments = {"x": dtype, "residual": other, "weight": dtype, "new_residual": other, "sums": None, "eps": 1e-6,
-                 **place.arguments, **output_arguments(name, dtype), "SUMS": 0}  # fmt: skip
+                 **place.arguments, **output_arguments(name, dtype), "SUMS": 0, "EVICT": ""}  # fmt: skip
     return compiled(norm_kernel, arguments, place.warps), place
 
 

@@ -3,8 +3,9 @@
     PYTHONPATH=. python tests/gpu/layers/norm_tiles.py [--rows 36032] [--width 512] [--out FOLDER]
 
 Microseconds of the kernel alone in turn with what torch.compile makes of the same formula, with copies of as many bytes, and
-with the matmul behind it (2048 outputs) alone; codes and scales are compared with those of the tiles that serve. A line each,
-and rows in FOLDER/norm_tiles.csv (else $OUT); 15 seconds.
+with the matmul behind it (2048 outputs) alone; of norm and matmul in a row, where the codes lie in the L2 cache unless x drives
+them out: as it is, by x that is to leave the cache first, and by torch.compile, which asks for that. Codes and scales are
+compared with those of the tiles that serve. A line each, and rows in FOLDER/norm_tiles.csv (else $OUT); 20 seconds.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from experiments.loka.fused_speed import EPS, ROWWISE, rms, scaled_mm
+from experiments.loka.fused_speed import EPS, ROWWISE, by_compiler, rms, scaled_mm
 from fast.kernels.layers import rms_norm as kernel
 from reference import Quantized
 from tests.gpu.harness.lines import differs, say, write_rows
 from tests.gpu.harness.timing import measured, several
 
 #: Elements of a program, of a thread; the first ones serve.
-TILES = (
-    (4096, 64), (8192, 64), (2048, 64), (4096, 32), (2048, 32), (1024, 32), (8192, 32), (2048, 16), (4096, 16),
-)  # fmt: skip
+TILES = ((1024, 32), (4096, 64), (2048, 64), (4096, 32), (2048, 32), (1024, 16), (512, 16))
 OUTPUTS = 2048
+#: How the L2 cache keeps x.
+POLICIES = ("", "evict_first")
 
 
-def quantized(x: torch.Tensor, gain: torch.Tensor, elements: int, per_thread: int) -> Quantized:
+def quantized(
+    x: torch.Tensor, gain: torch.Tensor, elements: int, per_thread: int, policy: str = POLICIES[0]
+) -> Quantized:
     """Codes and scales by tiles of a size; no call is remembered."""
-    with mock.patch.object(kernel, "ELEMENTS", elements), mock.patch.object(kernel, "PER_THREAD", per_thread):
+    tile = mock.Mock(return_value=(elements, per_thread))
+    with mock.patch.object(kernel, "_program", tile), mock.patch.object(kernel, "EVICT", policy):
         made = kernel.rms_norm_quantize(x, gain, ROWWISE, EPS, None, False)
     if made is None:
         raise ValueError(f"no kernel for {tuple(x.shape)}")
@@ -56,16 +60,16 @@ def tiles(rows: int, width: int) -> None:
     gain = (1 + 0.1 * torch.randn(width, device="cuda")).to(torch.bfloat16)
     sets = several(lambda: torch.randn((rows, width), device="cuda", dtype=torch.bfloat16), 3 * rows * width)
     expected, calls = quantized(sets[0], gain, *TILES[0]), dict[str, list[Callable[[], object]]]()
-    for one in TILES:
-        found = quantized(sets[0], gain, *one)
+    for tile, policy in [(one, "") for one in TILES] + [(TILES[0], policy) for policy in POLICIES[1:]]:
+        found = quantized(sets[0], gain, *tile, policy)
         wrong = int((found.codes != expected.codes).sum()) + int((found.scale != expected.scale).sum())
-        say("bits", f"{one[0]} elements a program, {one[1]} a thread", wrong, "differ")
-        calls[f"{one[0]} elements a program, {one[1]} a thread"] = [
-            partial(quantized, x, gain, *one) for x in sets
-        ]
+        name = f"{tile[0]} elements a program, {tile[1]} a thread {policy}".rstrip()
+        say("bits", name, wrong, "differ")
+        calls[name] = [partial(quantized, x, gain, *tile, policy) for x in sets]
     compiled = torch.compile(formula, dynamic=False)
     calls["torch.compile's"] = [partial(compiled, x, gain) for x in sets]
     w = fast.quantize(torch.randn((OUTPUTS, width), device="cuda", dtype=torch.bfloat16), ROWWISE)
+    calls |= with_matmul(sets, gain, w)
     codes = [quantized(x, gain, *TILES[0]) for x in sets]
     calls["torch's matmul behind it"] = [partial(scaled_mm, x, w) for x in codes]
     sources = several(
@@ -74,6 +78,23 @@ def tiles(rows: int, width: int) -> None:
     calls["a copy of as many bytes"] = [partial(torch.empty_like(one).copy_, one) for one in sources]
     for name, us in measured(calls)["us"].items():
         say("tiles", f"{rows} x {width}: {name}", us, "us")
+
+
+def with_matmul(
+    sets: list[torch.Tensor], gain: torch.Tensor, w: Quantized
+) -> dict[str, list[Callable[[], object]]]:
+    """Norm and matmul in a row."""
+
+    def both(x: torch.Tensor, tile: tuple[int, int], policy: str) -> torch.Tensor:
+        return scaled_mm(quantized(x, gain, *tile, policy), w)
+
+    calls = dict[str, list[Callable[[], object]]]()
+    for tile, policy in ((TILES[0], POLICIES[0]), (TILES[0], POLICIES[1]), (TILES[1], POLICIES[0])):
+        name = f"{tile[0]} elements a program, {tile[1]} a thread {policy}".rstrip()
+        calls[f"{name}, and the matmul"] = [partial(both, x, tile, policy) for x in sets]
+    compiled = by_compiler(rms)
+    calls["torch.compile's, and the matmul"] = [partial(compiled, x, gain, None, w) for x in sets]
+    return calls
 
 
 def main() -> int:
