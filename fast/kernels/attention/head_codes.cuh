@@ -1,5 +1,6 @@
-// Eight-bit codes of rows of 128 channels, sixteen lanes a row and eight channels a lane, or fewer lanes with more pieces of eight, by the rules of `reference.attention.quantized`:
-// the Hadamard transform, a row's or more rows' scale, codes. Rounding is float32's, step by step: nothing is contracted.
+// Eight-bit codes of rows of 128 channels, sixteen lanes a row and eight channels a lane, or fewer lanes with more pieces of eight, by
+// the rules of `reference.attention.quantized`: the Hadamard transform, a row's or more rows' scale, codes. Rounding is float32's, step
+// by step: nothing is contracted.
 //
 // Before: u32. Defined: INTEGER (codes are int8, else e4m3), ROTATE, BF16 (of 16-bit inputs: bfloat16, else float16).
 

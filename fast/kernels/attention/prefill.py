@@ -290,7 +290,7 @@ def operands(
         and seen is None
         and sm90_heads.refusal(k, v, recipe) is None
     ):
-        made = sm90_heads.quantized(k, v, recipe, None if inside else q, plan.pieces, plan.ring, plan.early)
+        made = sm90_heads.quantized(k, v, recipe, None if inside else q, plan.token_major)
         if made is not None:
             return made if inside or made.q is not None else _with_queries(made, q, recipe)
     return quantize_heads(q, k, v, recipe, seen, queries=not inside)

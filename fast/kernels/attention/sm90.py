@@ -37,17 +37,14 @@ class Variant(NamedTuple):
     no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
 
     heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
-    the whole of attention: what these do not take is made by Triton's kernels. pieces, ring, early: of
-    `sm90_heads.Problem`, for queries whose heads lie side by side.
+    the whole of attention: what these do not take is made by Triton's kernels. token_major: see `sm90_heads.quantized`.
     """
 
     stages: int = 4
     units: int = 1
     inside: bool = False
     heads: bool = False
-    pieces: int = 0
-    ring: bool = False
-    early: bool = False
+    token_major: bool = False
 
     @property
     def cluster(self) -> int:
@@ -139,7 +136,7 @@ KERNEL = Kernel(
 #: The same, which may begin while the launch in front ends: that of keys and values, never that which made the queries.
 EARLY = replace(KERNEL, programmatic=True)
 #: What serves where nothing else is asked for.
-SERVED = Variant(units=2, heads=True)
+SERVED = Variant(units=2, heads=True, token_major=True)
 
 
 def refusal(

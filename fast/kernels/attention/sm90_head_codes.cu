@@ -1,7 +1,7 @@
 // Codes and scales of keys, values and queries of attention in 8 bits, heads of 128 channels, for Hopper, in the layouts of
 // `quantize_heads`; `sm90_heads.py` launches it after `sm90_head_statistics.cu`. A program has 128 tokens of a head: of keys and of
 // values in turn, which begin with what parts of the tokens left, whose sums give the mean key, added in one order by all programs;
-// where there are some, of queries. Q_PIECES: of queries 128 rows, of all heads of a token in front of the next one's.
+// where there are some, of queries. TOKEN_MAJOR: of queries 128 rows at a time, of all heads of a token in front of the next one's.
 //
 // It may begin while the launch in front ends.
 
@@ -31,7 +31,6 @@ struct Problem {
 
 constexpr int WIDTH = 128, TOKENS = 128, THREADS = 256, WARPS = THREADS / 32;
 constexpr int PAIRS = TOKENS / WARPS / 2;  // of tokens, which a warp has
-constexpr int AHEAD = 264;  // programs of queries that run while statistics do: two of each multiprocessor
 constexpr float VALUE_TARGET = 448.0f, OVER_VALUE_TARGET = 1.0f / 448.0f;
 
 // Of a head, what parts of its tokens left for a channel, made one: by half as many threads as there are, in one order.
@@ -192,7 +191,7 @@ __device__ __forceinline__ void code_queries(const Problem& p, int pair, int blo
   }
 }
 
-#if Q_PIECES
+#if TOKEN_MAJOR
 // Sixteen bytes of global memory to shared memory, zeros where `there` is false: by the thread that alone reads them.
 __device__ __forceinline__ void copy_eight(u32 to, const void* x, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(x)), "r"(there ? 16 : 0)
@@ -206,11 +205,10 @@ __device__ __forceinline__ uint4 copied_eight(u32 from) {
 }
 
 // The same of queries whose heads lie side by side, (B, T, H, 128), and codes with them. A chunk is 128 rows that follow each other,
-// PIECES of a row in a lane; a program has each `step`-th one of a sequence. Q_RING: the next one is copied to shared memory
-// meanwhile, so that as much is under way however many registers codes take.
-template <int PIECES>
+// PIECES of a row in a lane; a program has each `step`-th one of a sequence. The next one is copied to shared memory meanwhile, so
+// that as much is under way however many registers codes take.
 struct Rows {
-  static constexpr int OWN = LANES / PIECES, TOGETHER = 32 / OWN, MANY = TOKENS / WARPS / TOGETHER;
+  static constexpr int PIECES = 4, OWN = LANES / PIECES, TOGETHER = 32 / OWN, MANY = TOKENS / WARPS / TOGETHER;
   static constexpr int CHUNK = TOKENS * WIDTH * 2;  // bytes
   const Problem& p;
   const int sequence, lane, first;
@@ -230,21 +228,17 @@ struct Rows {
           head(row - token * rows.p.query_heads) {}
   };
 
-  template <class Take>
-  __device__ __forceinline__ void each(int chunk, const Take& take) const {
-#pragma unroll
-    for (int i = 0; i < MANY; i++) {
-      const Place at(*this, chunk, i);
-      const char* from = q + 2 * (at.token * p.q_token + at.head * WIDTH);
-#pragma unroll
-      for (int j = 0; j < PIECES; j++) take(i, j, from + 2 * EACH * OWN * j, at.token < p.queries);
-    }
-  }
-
   __device__ __forceinline__ void ask(int chunk, int chunks, int stage) const {
     const u32 to = memory + stage * CHUNK;
     if (chunk < chunks)
-      each(chunk, [&](int i, int j, const char* from, bool there) { copy_eight(to + 16 * THREADS * (i * PIECES + j), from, there); });
+#pragma unroll
+      for (int i = 0; i < MANY; i++) {
+        const Place at(*this, chunk, i);
+        const char* from = q + 2 * (at.token * p.q_token + at.head * WIDTH);
+#pragma unroll
+        for (int j = 0; j < PIECES; j++)
+          copy_eight(to + 16 * THREADS * (i * PIECES + j), from + 2 * EACH * OWN * j, at.token < p.queries);
+      }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
@@ -266,21 +260,16 @@ struct Rows {
 
   __device__ __forceinline__ void code_all(int chunk, int step) const {
     const int chunks = p.query_blocks * p.query_heads;
-    if (Q_RING) ask(chunk, chunks, 0);
-    // EARLY: statistics, which waited for all in front, write none of what is read or written here.
-    if (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+    ask(chunk, chunks, 0);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll 1
     for (int stage = 0; chunk < chunks; chunk += step, stage ^= 1) {
+      ask(chunk + step, chunks, stage ^ 1);
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      const u32 from = memory + stage * CHUNK;
       uint4 words[MANY][PIECES];
-      if (Q_RING) {
-        ask(chunk + step, chunks, stage ^ 1);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        const u32 from = memory + stage * CHUNK;
 #pragma unroll
-        for (int i = 0; i < MANY * PIECES; i++) words[i / PIECES][i % PIECES] = copied_eight(from + 16 * THREADS * i);
-      } else {
-        each(chunk, [&](int i, int j, const char* from, bool there) { words[i][j] = read_eight(from, there); });
-      }
+      for (int i = 0; i < MANY * PIECES; i++) words[i / PIECES][i % PIECES] = copied_eight(from + 16 * THREADS * i);
 #pragma unroll
       for (int i = 0; i < MANY; i++) code(words[i], Place(*this, chunk, i));
     }
@@ -291,13 +280,12 @@ struct Rows {
 extern "C" __global__ __launch_bounds__(THREADS, 2) void sm90_head_codes(const __grid_constant__ Problem p) {
   extern __shared__ float memory[];
   const int others = 2 * p.pairs * p.blocks, queries = int(gridDim.x) - others;  // programs
-#if Q_PIECES
-  // Those of queries, which wait for memory least, and others in turn, as long as there are both; EARLY some of queries first.
-  const int ahead = EARLY ? min(queries, AHEAD) : 0, left = queries - ahead, at = int(blockIdx.x) - ahead;
-  const int both = 2 * min(left, others), own = at < both ? at / 2 : at - both / 2;
-  if (at < 0 || (at < both ? at % 2 == 0 : left > others)) {
-    const int step = queries / (p.pairs / p.heads), query = at < 0 ? blockIdx.x : ahead + own;  // step: programs of a sequence
-    Rows<Q_PIECES>(p, query / step, memory).code_all(query % step, step);
+#if TOKEN_MAJOR
+  // Those of queries, which wait for memory least, and others in turn, as long as there are both.
+  const int at = blockIdx.x, both = 2 * min(queries, others), own = at < both ? at / 2 : at - both / 2;
+  if (at < both ? at % 2 == 0 : queries > others) {
+    const int step = queries / (p.pairs / p.heads);  // programs of a sequence
+    Rows(p, own / step, memory).code_all(own % step, step);
     return;
   }
 #else

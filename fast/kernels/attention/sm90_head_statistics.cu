@@ -26,7 +26,6 @@ __device__ __forceinline__ void leave(float* memory, const float (&x)[EACH], int
 
 extern "C" __global__ __launch_bounds__(ROWS * LANES, 3) void sm90_head_statistics(const __grid_constant__ Problem p) {
   extern __shared__ float memory[];
-  if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int part = blockIdx.x % p.parts, pair = blockIdx.x / p.parts, lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
   const i64 batch = pair / p.heads, head = pair % p.heads;
   const int end = min(p.tokens, (part + 1) * p.each);

@@ -48,9 +48,8 @@ class Variant(NamedTuple):
 class Problem(NamedTuple):
     """Element of keys' codes, dtype of keys and values, whether each key has a scale, and the recipe's steps.
 
-    pieces: of eight channels of a row of queries, which a thread has (1, 2 or 4), where codes lie as queries do, as
-    (B, T, H, 128). 0: codes of a head's queries lie together. ring: whether a program of these has up to CHUNKS times as many
-    rows, which come by way of shared memory while it makes codes of others. early: whether these begin while statistics run.
+    token_major: whether codes lie as queries do, as (B, T, H, 128), else those of a head's queries together. A program then has
+    up to CHUNKS times as many rows, which come by way of shared memory while it makes codes of others.
     """
 
     element: str
@@ -58,16 +57,13 @@ class Problem(NamedTuple):
     by_token: bool
     rotate: bool
     center: bool
-    pieces: int = 0
-    ring: bool = False
-    early: bool = False
+    token_major: bool = False
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.dtype == "bfloat16"), "BY_TOKEN": int(problem.by_token),
-        "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "Q_PIECES": problem.pieces,
-        "Q_RING": int(problem.ring), "EARLY": int(problem.early),
+        "ROTATE": int(problem.rotate), "CENTER": int(problem.center), "TOKEN_MAJOR": int(problem.token_major),
     }  # fmt: skip
 
 
@@ -114,50 +110,42 @@ def quantized(
     v: torch.Tensor,
     recipe: AttentionRecipe,
     q: torch.Tensor | None = None,
-    pieces: int = 0,
-    ring: bool = False,
-    early: bool = False,
+    token_major: bool = False,
 ) -> Heads | None:
     """Codes and scales of k and v (B, KV, S, 128), and of q (B, H, T, 128) where it is given and `takes_queries`, else None.
 
-    pieces, ring, early: see `Problem`; of queries whose heads lie side by side, as a projection leaves them, others have 0.
-    Codes are then a view, (B, H, T', 128) of (B, T', H, 128). None where the kernels do not compile or load.
+    token_major: whether codes of queries lie as these, where those of all heads of a token are side by side, as a projection
+    leaves them; they are then a view, (B, H, T', 128) of (B, T', H, 128). None where the kernels do not compile or load.
     """
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
     if q is not None and not (
         q.dtype == k.dtype and takes_queries(q) and tokens_of_scale(recipe.schemes[0], WIDTH) == 1
     ):
         q = None
-    pieces = pieces if q is not None and q.stride(1) == WIDTH else 0
-    ring, early = ring and pieces > 0, early and pieces > 0
-    problem = Problem(
-        recipe.schemes[1].element,
-        FLOAT_NAMES[k.dtype],
-        by_token,
-        recipe.rotate,
-        recipe.center,
-        pieces,
-        ring,
-        early,
-    )
+    token_major = token_major and q is not None and q.stride(1) == WIDTH
+    element, dtype = recipe.schemes[1].element, FLOAT_NAMES[k.dtype]
+    problem = Problem(element, dtype, by_token, recipe.rotate, recipe.center, token_major)
     kernels = STATISTICS_KERNEL, CODES_KERNEL
     if not all(cuda.is_loadable(one, Variant(), problem, k.get_device()) for one in kernels):
         return None
     call = Call({"k": k, "v": v, "q": q}, strided=True)
     parts, numbers = _numbers(k, v, q)
     pairs, blocks, query_blocks = numbers[9], numbers[5], numbers[8]
-    _allocate(call, k, q, parts, by_token, pieces > 0)
-    query_programs = 0 if q is None else q.shape[0] * _programs(q, query_blocks, ring)
+    _allocate(call, k, q, parts, by_token, token_major)
+    programs_of_codes = 2 * pairs * blocks
+    if q is not None:
+        programs_of_codes += q.shape[0] * _programs(q, query_blocks, token_major)
+    shared_of_codes = RING_SHARED if token_major else CODES_SHARED
     for kernel, names, programs, shared in (
         (STATISTICS_KERNEL, STATISTICS, pairs * parts, STATISTICS_SHARED),
-        (CODES_KERNEL, CODES, 2 * pairs * blocks + query_programs, RING_SHARED if ring else CODES_SHARED),
+        (CODES_KERNEL, CODES, programs_of_codes, shared_of_codes),
     ):
         call.launch(
             CudaLaunch(kernel, Variant(), problem, names, programs, shared, (NUMBERS, numbers)), names
         )
     mean, *codes = call.result(MADE, None, None)
     q_codes, q_scale = (None, None) if q is None else call.result(OF_QUERIES, None, None)
-    if pieces:
+    if token_major:
         q_codes = q_codes.transpose(1, 2)
     return Heads(q_codes, q_scale, *codes, mean if recipe.center else None)
 
@@ -173,10 +161,10 @@ def _numbers(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None) -> tuple[
     return parts, (1.0 / tokens, *sizes, *of_queries, batch * heads, *steps)
 
 
-def _programs(q: torch.Tensor, blocks: int, ring: bool) -> int:
+def _programs(q: torch.Tensor, blocks: int, token_major: bool) -> int:
     """Of a sequence's queries."""
     chunks = blocks * q.shape[1]
-    each = max(1, min(CHUNKS, q.shape[0] * chunks // MANY_PROGRAMS)) if ring else 1
+    each = max(1, min(CHUNKS, q.shape[0] * chunks // MANY_PROGRAMS)) if token_major else 1
     return -(-chunks // each)
 
 

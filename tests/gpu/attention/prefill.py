@@ -59,9 +59,6 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 FORMS = {
     "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
     "sm90, served": sm90.SERVED,
-    "sm90, queries by tokens": sm90.Variant(units=2, heads=True, pieces=4),
-    "sm90, queries by tokens, ring": sm90.Variant(units=2, heads=True, pieces=4, ring=True),
-    "sm90, queries by tokens, ring, early": sm90.Variant(units=2, heads=True, pieces=4, ring=True, early=True),
     "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.

@@ -45,11 +45,7 @@ VARIANTS = {
 #: Forms of all of a call.
 WHOLE = {
     "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
-    "queries by tokens, 16 lanes": Variant(units=2, heads=True, pieces=1),
-    "queries by tokens": Variant(units=2, heads=True, pieces=4),
-    "queries by tokens, ring, 16 lanes": Variant(units=2, heads=True, pieces=1, ring=True),
-    "queries by tokens, ring": Variant(units=2, heads=True, pieces=4, ring=True),
-    "queries by tokens, ring, early": Variant(units=2, heads=True, pieces=4, ring=True, early=True),
+    "queries by tokens, ring": Variant(units=2, heads=True, token_major=True),
     "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 LOADS = (
