@@ -13,7 +13,7 @@ layers, since all are alike. Parts, in order:
 * tokens: of a model of two layers, for two prompts one after the other, captured in a CUDA graph and not, compiled and not; by
   `generate()`, too, which multiplies and adds in other orders, so that the share of its tokens that differ is no error.
 * times: of steps, all in turn; with --apart of compiled ones also as they are with a launch for each weight and one search
-  for the largest logit, and where launches of several weights in int4 ask for them early.
+  for the largest logit.
 * profile: a line for each kernel of a replayed step: how often, microseconds in all; of all together their sum, the length of
   the union of their intervals, and what the step takes by events without the profiler.
 
@@ -45,11 +45,10 @@ from ao_lab.compile import fused_linears
 from ao_lab.greedy_decoding import GreedyDecoding, most_likely
 from ao_lab.kv_cache.cache import use_kv_cache_
 from ao_lab.measure.turns import in_turn, interleaved, summary, watch_of
-from experiments.kv_cache.generation import COMPILED, INT4, PLANS, STEPPED, STEPS, Case, Steps
+from experiments.kv_cache.generation import COMPILED, PLANS, STEPPED, STEPS, Case, Steps
 from experiments.ladder.trace import busy, traced
 from fast import dispatch
 from fast.gemm import choose
-from fast.kernels.sm90_w4a16_gemv import several as gemv_several
 from fast.kernels.sm90_w4a16_gemv.host import form_of, sm90_w4a16_gemv
 from fast.kernels.sm90_w4a16_gemv.several import variant_of
 from fast.matmul.preshuffled.linear import linear_small, preshuffled
@@ -66,8 +65,8 @@ METHODS = ("bfloat16", "bfloat16, compiled", "int4 weights, int4", "int4 weights
 #: Parts, in order.
 PARTS = ("bits", "launches", "tokens", "times", "profile")
 SCHEME = "int4_g128_asymmetric"
-#: Behind the names of compiled steps that are compiled in another way.
-APART, AHEAD = ", launched apart", ", weights asked for early"
+#: Behind the names of compiled steps that are launched apart.
+APART = ", launched apart"
 #: Rows of inputs whose bits are compared, and how often one result is made again.
 ROWS, REPEATS = (1, 2, 8), 20
 #: Sets of weights in turn, which exceed the second-level cache together.
@@ -199,19 +198,6 @@ def launched_apart() -> Any:
     )
 
 
-def asked_early() -> Any:
-    """Launches of several weights ask for the first stages of them, into the L2 cache, while the kernel in front ends."""
-
-    def ahead(*given: Any) -> Any:
-        one = variant_of(*given)
-        return one and one._replace(ahead=True)
-
-    return anew(mock.patch.object(gemv_several, "variant_of", ahead))
-
-
-OTHERWISE = {APART: launched_apart, AHEAD: asked_early}
-
-
 def tokens(case: Case, device: str, recipe: str) -> None:
     """Those of a captured step and of one that is not, compiled or not; the share that differ from those of `generate()`."""
     torch.manual_seed(0)
@@ -242,10 +228,10 @@ def tokens(case: Case, device: str, recipe: str) -> None:
 
 def begin(steps: Steps, name: str) -> None:
     """Capture a method's step, and say how long it takes."""
-    way = next((way for way in OTHERWISE if name.endswith(way)), "")
-    with OTHERWISE[way]() if way else nullcontext():
-        values = steps.begin(name.removesuffix(way))
-    steps.spans[name] = steps.spans.pop(name.removesuffix(way))
+    method = name.removesuffix(APART)
+    with nullcontext() if method == name else launched_apart():
+        values = steps.begin(method)
+    steps.spans[name] = steps.spans.pop(method)
     if "first call" in values:
         say(name, "compile and capture", values["first call"][0], "s")
     replay = steps.spans[name].graph
@@ -302,11 +288,7 @@ def main() -> int:
     case = replace(case, layers=asked.layers, context=asked.context or case.context)
     steps = Steps(watch_of(asked.device), PLANS[asked.device], case, asked.device)
     compiled = [name for name in asked.methods if asked.apart and name.endswith(COMPILED)]
-    # Of several weights in int4 alone anything is asked for.
-    otherwise = [
-        name + way for name in compiled for way in OTHERWISE if way == APART or name.startswith(INT4)
-    ]
-    methods = [*otherwise, *asked.methods]
+    methods = [*(name + APART for name in compiled), *asked.methods]
     all_parts: dict[str, dict[str, Any]] = {
         "bits": {"bits": partial(bits, case, asked.device)},
         "launches": {"launches": partial(launches, case, asked.device)},
