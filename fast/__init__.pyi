@@ -24,6 +24,7 @@ from fast.formats import pack as pack
 from fast.formats import unpack as unpack
 from fast.layers.block_norm import linear_block_norm as linear_block_norm
 from fast.layers.embedding_bag import embedding_bag as embedding_bag
+from fast.layers.layer_norm import layer_norm_quantize as layer_norm_quantize
 from fast.layers.normalize import rms_norm as rms_norm
 from fast.layers.normalize import rms_norm_quantize as rms_norm_quantize
 from fast.layers.swiglu import swiglu as swiglu

@@ -41,6 +41,7 @@ from reference.formats.storage import unpack as unpack
 from reference.layers.block_norm import block_norm as block_norm
 from reference.layers.block_norm import linear_block_norm as linear_block_norm
 from reference.layers.embedding_bag import embedding_bag as embedding_bag
+from reference.layers.layer_norm import layer_norm_quantize as layer_norm_quantize
 from reference.layers.normalize import rms_norm as rms_norm
 from reference.layers.normalize import rms_norm_quantize as rms_norm_quantize
 from reference.layers.swiglu import swiglu as swiglu

@@ -1,9 +1,10 @@
 """Parts "norm speed" and "epilogue speed" of `loka`, on a GPU alone: FP8 in one pass with what is before and behind a matmul.
 
 "norm speed": a norm of 36032 tokens and the matmul behind it, in the shapes of HSTU's two linear layers. In bfloat16 both are
-compiled; in FP8 the norm writes codes with a scale a row (`fast.rms_norm_quantize`, or what torch.compile makes of the formula)
-and the weight is stored so. "epilogue speed": an FP8 matmul whose epilogue normalises blocks of 256 columns, applies hard swish
-and quantizes (`fast.linear_block_norm`), beside the plain matmul and beside what torch.compile makes of the rest.
+compiled; in FP8 the norm writes codes with a scale a row (`fast.rms_norm_quantize`, `fast.layer_norm_quantize`, or what
+torch.compile makes of the formula) and the weight is stored so. "epilogue speed": an FP8 matmul whose epilogue normalises
+blocks of 256 columns, applies hard swish and quantizes (`fast.linear_block_norm`), beside the plain matmul and beside what
+torch.compile makes of the rest.
 
 All methods of a case are timed in turn, from CUDA graphs over operands that the L2 cache cannot hold together, each after calls
 of its own. What a method computes is compared with float32 of the same operands first: a wrong one has no time.
@@ -142,6 +143,11 @@ def one_kernel(product: Callable[[Quantized, Quantized], Tensor]) -> Method:
     return lambda x, gain, w, q: product(fast.rms_norm_quantize(x, gain, ROWWISE, eps=EPS)[0], q)
 
 
+def layer_in_one_kernel(product: Callable[[Quantized, Quantized], Tensor]) -> Method:
+    """LayerNorm writes codes."""
+    return lambda x, gain, w, q: product(fast.layer_norm_quantize(x, gain, ROWWISE, eps=EPS), q)
+
+
 def cast_apart(x: Tensor, gain: Tensor, w: Tensor, q: Quantized) -> Tensor:
     """The norm writes bfloat16, a cast reads it."""
     return scaled_mm(fast.quantize(fast.rms_norm(x, gain, eps=EPS)[0], ROWWISE), q)
@@ -155,7 +161,11 @@ RMS_METHODS: dict[str, Method] = {
     COMPILED: by_compiler(rms),
     "fp8, norm and cast apart": cast_apart,
 }
-LAYER_METHODS = {"bfloat16": in_bfloat16(layer_norm), COMPILED: by_compiler(layer_norm)}
+LAYER_METHODS: dict[str, Method] = {
+    "bfloat16": in_bfloat16(layer_norm),
+    "fp8, layer_norm_quantize": layer_in_one_kernel(scaled_mm),
+    COMPILED: by_compiler(layer_norm),
+}
 
 # Block norm behind a matmul: operands are x (M, K) and w (N, K) quantized, and gain (N,) in float32.
 

@@ -128,14 +128,16 @@ def _constant(ns: Namespace, value: float, like: Array) -> Array:
     return ns.full((1,), bits_of(value), "int32", like)
 
 
-def checked_inputs(x: Any, weight: Any, residual: Any, eps: float) -> tuple[Namespace, Array, str]:
-    """(namespace, x, dtype name), or the errors of `rms_norm`."""
-    ns, x, name = float_input(x, "rms_norm")
+def checked_inputs(
+    x: Any, weight: Any, residual: Any, eps: float, what: str = "rms_norm"
+) -> tuple[Namespace, Array, str]:
+    """(namespace, x, dtype name), or the errors of `rms_norm`. what: the function that is named in them."""
+    ns, x, name = float_input(x, what)
     shape = ns.shape(x)
     if name not in DTYPES:
-        raise TypeError(f"rms_norm takes {', '.join(DTYPES)}, got {name} of shape {shape}; cast it first")
+        raise TypeError(f"{what} takes {', '.join(DTYPES)}, got {name} of shape {shape}; cast it first")
     if not shape or shape[-1] > LONGEST:
-        raise ValueError(f"rms_norm takes x of shape (..., K) with K up to 2**24, got shape {shape}")
+        raise ValueError(f"{what} takes x of shape (..., K) with K up to 2**24, got shape {shape}")
     check_companion(ns, weight, name, shape[-1:], "weight")
     if residual is not None:
         check_companion(ns, residual, name, shape, "residual")

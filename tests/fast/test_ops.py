@@ -44,6 +44,7 @@ CALLS = {
     "values_and_codes": (WIDE, "nvfp4"),
     "rms_norm": (X.clone().requires_grad_(), X.clone().requires_grad_(), X[0].clone().requires_grad_(), 1e-6),
     "rms_norm_quantize": (X, None, X[0].clone(), "int4_g32_asymmetric", 1e-6, True),
+    "layer_norm_quantize": (X, X[0].clone(), X[1].clone(), "int4_g32_asymmetric", 1e-5, True),
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
     "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
     "column_sums": (WIDE.clone().view(2, -1, 64).requires_grad_(), torch.float16),

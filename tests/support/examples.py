@@ -153,6 +153,10 @@ EXAMPLES: dict[str, Example] = {
         lambda n, d: {"x": bf16(n, d), "weight": bf16(1, d, 1)[0]},
         lambda f, t: f.rms_norm_quantize(t["x"], t["weight"], "mxfp8_e4m3"),
     ),
+    "layer_norm_quantize": Example(
+        lambda n, d: {"x": bf16(n, d), "weight": bf16(1, d, 1)[0], "bias": bf16(1, d, 2)[0]},
+        lambda f, t: f.layer_norm_quantize(t["x"], t["weight"], "mxfp8_e4m3", bias=t["bias"]),
+    ),
     "swiglu": Example(
         lambda n, d: {"gate": bf16(n, d), "up": bf16(n, d, 1)}, lambda f, t: f.swiglu(t["gate"], t["up"]), ("gate", "up")
     ),

@@ -285,8 +285,8 @@ ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"append_kernel", "attend_kernel", "combine_kernel", "group_kernel"}
 # Of prompts in 8 bits: tests/fast/attention/test_quantized.py.
 ELSEWHERE |= {"heads_kernel", "mean_kernel", "prefill_kernel", "statistics_kernel"}
-# tests/fast/kernels/test_block_norm.py, test_embedding_bag.py.
-ELSEWHERE |= {"scaled_mm_block_norm_kernel", "embedding_bag_kernel"}
+# tests/fast/kernels/test_block_norm.py, test_embedding_bag.py, test_layer_norm.py.
+ELSEWHERE |= {"scaled_mm_block_norm_kernel", "embedding_bag_kernel", "layer_norm_kernel"}
 # HSTU's: tests/fast/attention/test_pointwise.py.
 ELSEWHERE |= {"pointwise_attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}

@@ -1,11 +1,12 @@
-"""On a GPU: RMSNorm that writes FP8 codes with a scale a row, by elements of a program and of a thread.
+"""On a GPU: norms that write FP8 codes with a scale a row: RMSNorm by elements of a program and of a thread, LayerNorm's bits.
 
     PYTHONPATH=. python tests/gpu/layers/norm_tiles.py [--rows 36032] [--width 512] [--out FOLDER]
 
 Microseconds of the kernel alone in turn with what torch.compile makes of the same formula, with copies of as many bytes, and
 with the matmul behind it (2048 outputs) alone; of norm and matmul in a row, where the codes lie in the L2 cache unless x drives
 them out: as it is, by x that is to leave the cache first, and by torch.compile, which asks for that. Codes and scales are
-compared with those of the tiles that serve. A line each, and rows in FOLDER/norm_tiles.csv (else $OUT); 20 seconds.
+compared with those of the tiles that serve. `layer_norm_quantize` is compared with the reference first (rows of several
+programs, filled up, with NaN and infinities), and timed. A line each, and rows in FOLDER/norm_tiles.csv (else $OUT); 25 seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
+import reference
 from experiments.loka.fused_speed import EPS, ROWWISE, by_compiler, rms, scaled_mm
 from fast.kernels.layers import rms_norm as kernel
 from reference import Quantized
@@ -48,6 +50,37 @@ def quantized(
     return made[0]
 
 
+#: Shapes and schemes of LayerNorm whose bits are compared.
+LAYER_SHAPES = ((67, 512), (33, 96), (65, 1536), (16, 4096), (5, 14336), (129, 1))
+LAYER_SCHEMES = ("fp8_rowwise", "int8_rowwise_asymmetric", "mxfp8_e4m3", "mxfp4")
+
+
+def layer_norm_bits() -> None:
+    """Values of codes and scales that differ from the reference's, dtype by dtype, with a bias and without."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, width in LAYER_SHAPES:
+            x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, width), (width,), (width,)))
+            x[0, 0], x[1, -1], x[2] = float("nan"), float("inf"), 1
+            for name in LAYER_SCHEMES:
+                if width % max(reference.SCHEMES[name].scale.block, 1) == 0:
+                    compare_layer_norm(x, weight, None, name)
+                    compare_layer_norm(x, weight, bias, name)
+
+
+def compare_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> None:
+    """A line of how many bytes differ."""
+    wanted = reference.layer_norm_quantize(x, weight, name, bias=bias)
+    found = fast.layer_norm_quantize(
+        x.cuda(), weight.cuda(), name, bias=None if bias is None else bias.cuda()
+    )
+    pairs = [(found.codes, wanted.codes), (found.scale, wanted.scale), (found.zero, wanted.zero)]
+    wrong = sum(
+        int((a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs if b is not None
+    )
+    what = f"LayerNorm {name} {x.dtype} {tuple(x.shape)}{'' if bias is None else ', bias'}"
+    say("bits", what, wrong, "differ", of=wanted.codes.numel())
+
+
 def formula(x: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch.compile fuses."""
     y = rms(x, gain).float()
@@ -70,6 +103,7 @@ def tiles(rows: int, width: int) -> None:
     calls["torch.compile's"] = [partial(compiled, x, gain) for x in sets]
     w = fast.quantize(torch.randn((OUTPUTS, width), device="cuda", dtype=torch.bfloat16), ROWWISE)
     calls |= with_matmul(sets, gain, w)
+    calls["LayerNorm"] = [partial(fast.layer_norm_quantize, x, gain, ROWWISE) for x in sets]
     codes = [quantized(x, gain, *TILES[0]) for x in sets]
     calls["torch's matmul behind it"] = [partial(scaled_mm, x, w) for x in codes]
     sources = several(
@@ -107,6 +141,7 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     options = parser.parse_args()
     try:
+        layer_norm_bits()
         tiles(options.rows, options.width)
     finally:
         write_rows("norm_tiles.csv", options.out)

@@ -109,6 +109,11 @@ CALLS = {
         lambda v: reference.block_norm(v, X[0], block=64),
         lambda v: reference.block_norm(X, v[0], block=64),
     ],
+    "layer_norm_quantize": [
+        lambda v: reference.layer_norm_quantize(v, X[0], "fp8_rowwise"),
+        lambda v: reference.layer_norm_quantize(X, v[0], "fp8_rowwise"),
+        lambda v: reference.layer_norm_quantize(X, X[0], "fp8_rowwise", bias=v[0]),
+    ],
     "linear_block_norm": [lambda v: reference.linear_block_norm(TABLE, TABLE, v[0, :4], block=4)],
     "embedding_bag": [
         lambda v: reference.embedding_bag(TABLE, np.arange(4), np.array([0]), v[0, :4]),
