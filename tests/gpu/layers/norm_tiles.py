@@ -6,7 +6,7 @@ Microseconds of the kernel alone in turn with what torch.compile makes of the sa
 with the matmul behind it (2048 outputs) alone; of norm and matmul in a row, where the codes lie in the L2 cache unless x drives
 them out: as it is, by x that is to leave the cache first, and by torch.compile, which asks for that. Codes and scales are
 compared with those of the tiles that serve. `layer_norm_quantize` is compared with the reference first (rows of several
-programs, filled up, with NaN and infinities), and timed. A line each, and rows in FOLDER/norm_tiles.csv (else $OUT); 25 seconds.
+programs, filled up, with NaN and infinities), and timed. A line each, and rows in FOLDER/norm_tiles.csv (else $OUT); 25 s.
 """
 
 from __future__ import annotations
