@@ -236,7 +236,7 @@ INSIDE_FAULTS = {
     "a warp leaves rows out": ("constexpr int STEP = 2 * CODERS;", "constexpr int STEP = 2 * CODERS + 2;"),
     "a sum for a difference": ("const float sign = lane & far ? -1.0f : 1.0f;", "const float sign = 1.0f;"),
     "a scale is of half a row": (
-        "far < LANES; far *= 2) most = larger", "far < LANES / 2; far *= 2) most = larger",
+        "far < LANES / PIECES; far *= 2) most = larger", "far < LANES / PIECES / 2; far *= 2) most = larger",
     ),
 }  # fmt: skip
 
