@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +60,8 @@ LOSS, LOSS_ERROR = "loss, change", "loss, standard error of the change"
 RUNS = {"full": "long run", "quick": "short run"}
 #: What the rows of a scheme say whose groups do not divide a model's layers, and a cell of it.
 UNDIVIDED, ABSENT = "layers dense", "(a)"
+#: How the metric begins that says on which grid a file's weights lie, and what it says of weights on none.
+GRID, UNQUANTIZED = "grid: ", ("none", "not stated")
 #: Whose speeds tables have.
 WHOSE = "Speeds are of ao_lab's own kernels, in ao_lab; those of vLLM and of other programs were not timed."
 #: In place of a speed that was measured with another kernel than is chosen today.
@@ -202,11 +204,30 @@ def texts(lines: Sequence[Sequence[str]]) -> str:
     )
     words = f"{told[:1].upper()}{told[1:]}. ±: half of a 95% interval (Student's t over windows)."
     words += " Runs read different windows of the text, so compare within a column."
+    words += "".join(f" {one}" for one in grids(perplexities().values()))
     if any(ABSENT in line for line in lines):
         words += f" {ABSENT}: groups of 128 do not divide this model's layers."
     if any(FORMER in cell for line in lines for cell in line):
         words += f" {FORMER}: measured with another kernel than is chosen today."
     return textwrap.fill(words, 128)
+
+
+def grids(runs: Iterable[tuple[str, str]]) -> list[str]:
+    """A sentence on each model whose weights had been quantized before they were measured, as rows of its runs say. runs: model
+    and scale of each."""
+    rows = {key: None for name in ("ptq", "calibration") for key in indexed(name)}
+    found = {
+        (model, key[3].removeprefix(GRID)): None
+        for model, scale in runs
+        for key in rows
+        if key[0] == f"real {model}/{scale}/model" and key[3].startswith(GRID)
+    }
+    return [
+        f"**{model} as it is measured here had been quantized before**: {grid}. Changes are from the model as that file gives "
+        "it, so each is of a model quantized twice."
+        for model, grid in found
+        if not grid.startswith(UNQUANTIZED)
+    ]
 
 
 def windows_of(experiment: str, table: str) -> str:
@@ -250,7 +271,7 @@ def summary() -> str:
 def calibrated() -> str:
     """A sentence on what the method of least perplexity leaves of rounding's, in two schemes of 4 bits."""
     table, told = table_of(MODEL, "full"), []
-    for scheme, called in {"int4_g64": "INT4 in groups of 64", "nvfp4": "NVFP4"}.items():
+    for scheme, called in {"int4_g64": "symmetric INT4 in groups of 64", "nvfp4": "NVFP4"}.items():
         known = {name: value("calibration", table, scheme, name, CHANGE) for name in METHODS}
         best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0)
         before, after = (changed("calibration", table, scheme, name) for name in ("rounding", best))
@@ -258,7 +279,24 @@ def calibrated() -> str:
         of = "the only method measured" if len(measured) == 1 else f"the best of {', '.join(measured)}"
         told.append(f"{called} from {before} to {after} by {METHODS[best]}, {of}")
     text = f"long run ({windows_of('calibration', table)})"
-    return f"[Calibration](docs/choose.md#with-calibration), {text}: {'; '.join(told)}."
+    sentence = f"[Calibration](docs/choose.md#with-calibration), {text}: {'; '.join(told)}."
+    return " ".join([sentence, *with_zero_points()])
+
+
+def with_zero_points() -> list[str]:
+    """A sentence on rounding with zero points beside without, as the short run has both; none where one is missing."""
+    ours, symmetric = (
+        loss(one, MODEL, "quick")
+        for options in ({"group_size": 32}, {"scheme": "int4_g32"})
+        for one in ENTRIES
+        if one.config == "Int4WeightOnlyConfig" and one.options == options
+    )
+    if not ours or not symmetric:
+        return []
+    return [
+        f"`Int4WeightOnlyConfig` has zero points unless it is told otherwise; by rounding alone, in groups of 32, {ours} with "
+        f"them and {symmetric} without (short run)."
+    ]
 
 
 def calibration() -> str:
@@ -271,7 +309,8 @@ def calibration() -> str:
     head = ["scheme", "rounding", *METHODS.values()]
     where = device_of("calibration", table)
     on = f"{MODEL} on {windows_of('calibration', table)}, {where}; ±: half of a 95% interval (Student's t over windows)"
-    told = textwrap.fill(f"Perplexities: {on}. {other_winners(table)}", 128)
+    before = " ".join(["", *grids([(MODEL, "full")])])
+    told = textwrap.fill(f"Perplexities: {on}.{before} {other_winners(table)}", 128)
     return markdown(head, lines) + f"\n{told}\n"
 
 

@@ -12,7 +12,9 @@ REPORTS = Path(__file__).resolve().parents[1] / "reports"
 #: The way to the reports from the folder of these pages.
 UP = "../../../reports"
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
-SUMMARY = re.compile(r"<summary>(.+)</summary>")
+#: Of a table, and of a list, whose members are counted without a word.
+SUMMARY = re.compile(r"<summary>(.+ lines?\))</summary>")
+LISTED = re.compile(r"<summary>(?:<strong>)?(.+?)(?:</strong>)? (\(\d+\))</summary>")
 LONGER = re.compile(r"(.+): (\d+ lines?), in \[")
 #: Of the first report: links to other ones, and what of it is not told on the site.
 OTHER = re.compile(r"\]\((\w+)\.md\)")
@@ -62,6 +64,8 @@ def page(name: str, text: str) -> str:
             kept += ["", plain(line), ""] if line.startswith("## ") else [plain(line)]
         elif summary := SUMMARY.search(line) or LONGER.match(line):
             kept.append(f"- Table: {plain(summary[1])}")
+        elif listed := LISTED.search(line):
+            kept.append(f"- {plain(listed[1])} {listed[2]}")
     return "\n".join(kept) + "\n"
 
 

@@ -22,7 +22,7 @@ from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.report import accuracies
-from experiments.report.content import Card, Comparison, Section, Table
+from experiments.report.content import Card, Comparison, Section, Table, member
 from experiments.report.real_runs import (
     CHANGE,
     KL,
@@ -97,12 +97,18 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         rounded = relative(results, QUOTED, ROUNDING)
         if row is not None and rounded:
             what = (
-                f"change of the perplexity of {run.model} on {text} ({windows_of(results)}) with int4 weights, groups of 64, "
-                f"by {name}"
+                f"change of the perplexity of {run.model} on {text} ({windows_of(results)}) with int4 weights (symmetric), "
+                f"groups of 64, by {name}"
             )
-            beside = f"{rounded} by rounding; bfloat16 is 0"
+            beside = f"{rounded} by rounding; 0 is bfloat16{quantized_before(run)}"
             return [Card(row, relative(results, QUOTED, name), what, beside, rows=results.rows)]
     return []
+
+
+def quantized_before(run: RealRun) -> str:
+    """What follows "bfloat16" where its weights are a quantized file's; nothing of weights that were on no grid."""
+    grid = run.fact("grid: ")
+    return "" if grid.startswith(("none", "not stated")) else f" of a file quantized before ({grid})"
 
 
 class Best(NamedTuple):
@@ -217,7 +223,8 @@ def missing(run: RealRun) -> list[str]:
         arms = [arm for one, arm in wanted if one == setting]
         absent = [arm for arm in arms if (setting, arm) not in measured]
         if absent:
-            told.append(setting if len(absent) == len(arms) else f"{setting} by {', '.join(absent)}")
+            names = [member(arm) for arm in absent]
+            told.append(setting if len(absent) == len(arms) else f"{setting} by {', '.join(names)}")
     return [f"**Not measured yet at this scale**: {'; '.join(told)}."] if told else []
 
 

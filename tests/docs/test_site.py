@@ -111,6 +111,13 @@ def test_reports_are_pages_of_the_site_and_are_found():
     head = pages["linear.md"].partition("\n## ")[0]
     assert "| int4 g128 |" in head
     assert "speed over bfloat16" in head
+    listed = "<details><summary><strong>Not measured yet</strong> (20)</summary>\n\n- gptq\n\n</details>"
+    table = "<details><summary>Losses (1 line)</summary>\n\n| a |\n|---|\n| 1 |\n\n</details>"
+    made = results.page("one", f"# One\n\n## Part\n\n{listed}\n\n{table}\n")
+    assert "- Not measured yet (20)\n" in made
+    assert "strong" not in made
+    assert "- Table: Losses (1 line)" in made
+    assert "| 1 |" in made
 
 
 def test_copies_of_reports_lead_back_to_the_site_and_search_it():

@@ -21,6 +21,7 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, Row, read
 from experiments.models.causal_lm import of_folder
 from experiments.report.real_runs import RECOVERED
+from experiments.report.results import Results
 from experiments.runs.run import RealModels, Settings, say_late
 
 pytest.importorskip("transformers")
@@ -238,6 +239,17 @@ def test_the_page_says_what_was_not_measured(reproduced):
     assert page.missing(part) == [
         "**Not measured yet at this scale**: int3_g64_asymmetric by gptq; mxfp4_rceil."
     ]
+
+
+def test_a_card_says_on_which_grid_the_weights_lay(reproduced):
+    """What a tiny model with weights of its own does not say."""
+    _, rows = reproduced
+    (one,) = page.real_runs(rows)
+    grid = replace(one.whole.rows[0], setting="file", metric="grid: layers Q4_1 (blocks of 32)")
+    before = replace(one, whole=Results([grid]))
+    assert page.quantized_before(before) == " of a file quantized before (layers Q4_1 (blocks of 32))"
+    never = replace(one, whole=Results([replace(grid, metric="grid: none: float32, never quantized")]))
+    assert not page.quantized_before(never)
 
 
 def test_a_share_is_paired_by_window():
