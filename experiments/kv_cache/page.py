@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ao_lab.kv_cache.recipe import RECIPES
 from experiments.harness.rows import Row
 from experiments.kv_cache import speed_page
 from experiments.kv_cache.needle import METHODS
@@ -13,6 +14,7 @@ from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import NARROW, curves
 from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
+from reference.attention.window import Window
 
 EXPERIMENT = "kv_cache"
 TITLE = "Keys and values in low precision"
@@ -43,10 +45,26 @@ NEEDLE_TEXT = (
     "are as above.",
 )
 MODEL_TEXT = (
-    "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions. "
+    "Every token is predicted from the cache, its own keys and values too; changes are from the model's own predictions. No "
+    "row is of an unquantized cache through the same attention, so how much of a change is the attention's is not known here. "
     "After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over documents where "
     "there are several. The last quarter of a window has the longest context.",
 )
+
+
+def near(recipe: str) -> str:
+    """How many of the first and of the last tokens a recipe by name leaves unquantized; "" where all are quantized."""
+    window = RECIPES[recipe].window if recipe in RECIPES else Window()
+    counts = {"first": window.sinks, "latest": window.residual}
+    return " and ".join(f"the {name} {count}" for name, count in counts.items() if count)
+
+
+def unlike(methods: Sequence[str]) -> str:
+    """A sentence on the recipes of a list that quantize some tokens only; "" where each quantizes all."""
+    words = [f"{name} leaves {tokens} tokens unquantized" for name in methods if (tokens := near(name))]
+    rest = [name for name in methods if not near(name)]
+    others = f", {', '.join(rest)} none" if rest else ""
+    return f"{'; '.join(words)}{others}: so these are no differences of bits alone" if words else ""
 
 
 def kinds(rows: Sequence[Row]) -> list[str]:
@@ -102,6 +120,7 @@ def predictions_found(rows: Sequence[Row], brief: bool = False) -> list[str]:
         told = "; ".join(
             [f"{name}: {values}" for name, values in parts.items() if values][: 1 if brief else None]
         )
+        told += f" ({said})" if told and (said := unlike(best[1].methods)) else ""
         words += [f"{kind.removeprefix(REAL)} ({best[0]}), {told}."] if told else []
     return words
 
@@ -179,4 +198,22 @@ def model_section(kind: str, where: Where, results: Results) -> Section:
     ]  # fmt: skip
     columns = ["recipe", "predicted", *PREDICTED, "bytes a token"]
     table = Table("Predictions from what is stored", columns, lines, results.rows)
-    return Section(f"{kind.removeprefix(REAL)} ({where})", MODEL_TEXT, [], [table])
+    text = [*unquantized_words(where, results), *MODEL_TEXT]
+    return Section(f"{kind.removeprefix(REAL)} ({where})", text, [], [table])
+
+
+def unquantized_words(where: Where, results: Results) -> list[str]:
+    """What a section says first of recipes that leave tokens unquantized: which, of how many, and what bytes count."""
+    said = unlike(results.methods)
+    if not said:
+        return []
+    length = f" of {where.windows.length}" if where.windows else ""
+    peer = (
+        ""
+        if "fp8_residual" in results.methods
+        else " fp8_residual, which leaves the same in 8 bits, has no row."
+    )
+    return [
+        f"**{said}.** In windows{length} tokens they are a large share of what is read, less in the last quarter, and bytes a "
+        f"token count them as quantized.{peer}"
+    ]

@@ -17,28 +17,33 @@ from experiments.report.results import Results, Where, best_run, by_run, failure
 from experiments.report.targets import RunTargets, Target, limit_of
 
 EXPERIMENT = "ladder"
-TITLE = "Inference optimisations one by one, from eager bfloat16 to all of them"
-QUESTION = (
-    "How much does each inference optimisation gain on models of several modalities, alone and combined?"
-)
+TITLE = "Inference optimisations, from eager bfloat16 to all of them"
+QUESTION = "How much do inference optimisations gain on models of several modalities?"
 NOTE = "its text could not be read: never called a match"
 ABOUT = (
     (
         "Llama-3.1-8B, Code Llama 34B, Chameleon 7B (text; images with guidance), Seamless M4T v2 and HSTU in their "
-        "exact shapes with random weights. The first rung is eager bfloat16 with a dynamic cache; each further rung "
-        "adds one optimisation. Tokens come from a loop without host synchronisation, in the first rung too, where "
-        "transformers' own generate() takes longer."
+        "exact shapes with random weights. The first rung is eager bfloat16 with a dynamic cache; each further rung of the "
+        "ladder adds one optimisation, and sections say which of them were measured. Tokens come from a loop without host "
+        "synchronisation, in the first rung too, where transformers' own generate() takes longer."
     ),
     f"A study of such models (arXiv 2410.00215) reports {PUBLISHED} times its baseline with all of its levers; {NOTE}. Which "
     "models, batches and GPUs that is, and whether it is a mean, is not known here.",
 )
 FEATURED = ("ladder-batch-1-full", "ladder-batch-1-quick")
+ENDS_ALONE = (
+    "**First and last rung only were measured**: the last one has all optimisations at once, so what each of them gains, "
+    "weights in fewer bits among them, is not known here."
+)
+FIRST_ALONE = "**The first rung only was measured.**"
 STAND_IN = "**Proxy models**: tiny models on a CPU, whose times and shares mean nothing; a check that all of it runs."
 TEXT = (
     "Milliseconds of a unit are the median of the runs. Idle is 1 - B / T: B the length of the union of the intervals in which "
     "a kernel or a copy ran, in a trace, T the time without the profiler. Shares are of the sum of the kernels' times.",
-    "Outputs of each configuration are compared with those of the same weights by fused attention and a cache in bfloat16, not "
-    "compiled; and each lever is checked to have changed what it is to change.",
+    "Outputs (logits) of each configuration are compared with those of the same weights by fused attention and a cache in "
+    "bfloat16, not compiled: their change is the norm of the difference over the norm of the latter. Weights are rounded in "
+    "both, so it is of the cache, of compilation and of the order of sums, which alone makes that of eager bfloat16; with "
+    "random weights it says nothing of a trained model. Each lever is checked to have changed what it is to change.",
 )
 SPECULATION = (
     "With random weights no number of accepted drafts means anything: a round is timed, and a token's time follows for "
@@ -48,6 +53,9 @@ ACCEPTANCE = (
     "Models of bytes, trained here; a byte is easier to draft than a word. The share of drafts counts those behind the first "
     "wrong one of a round as wrong. All tokens are compared with those of greedy decoding without drafts.",
 )
+#: Bits a byte from which on a model has hardly learned: its drafts are constant, and all of them are accepted. A byte of
+#: English prose takes some 4.5 bits by the frequencies of bytes alone, 3.5 by those of pairs.
+UNTRAINED = 3.5
 BY_NAME = {one.name: one for one in (*MODELS, *STAND_INS)}
 
 
@@ -98,7 +106,17 @@ def ladder_words(where: Where, results: Results, setting: str) -> str:
     unit = f"{'an' if one.unit[0] in 'aeiou' else 'a'} {one.unit}"
     return (
         f"{where.data}, {setting}{batch}, {where.device}: {number(found[EAGER.name], 2)} ms {unit} in eager bfloat16, "
-        f"{number(found[last.name], 2)} ms with {last.name}, {number(speedup(one, found), 2)} times as fast."
+        f"{number(found[last.name], 2)} ms with {last.name}, {number(speedup(one, found), 2)} times as fast"
+        f"{changed_words(results.value(setting, last.name, CHANGE))}."
+    )
+
+
+def changed_words(change: float | None) -> str:
+    """How far outputs are from those of the same weights, behind a speed; nothing where it was not measured."""
+    return (
+        ""
+        if change is None
+        else f"; outputs differ from those of the same weights by {number(change, 3)} of their norm"
     )
 
 
@@ -123,9 +141,7 @@ def after_graphs(results: Results) -> float | None:
 
 def acceptance_words(rows: Sequence[Row]) -> list[str]:
     """The best exit of each arm."""
-    best = best_run(
-        {where: one for where, one in by_run(rows, acceptance.KIND).items() if where.scale == "full"}
-    )
+    best = best_run(learned(rows))
     if best is None:
         return []
     parts = [
@@ -137,10 +153,36 @@ def acceptance_words(rows: Sequence[Row]) -> list[str]:
     return [f"Tokens a round of self-speculation, models of bytes trained here: {'; '.join(parts)}."]
 
 
+def learned(rows: Sequence[Row]) -> dict[Where, Results]:
+    """Acceptances at full scale of models that have learned; a model near the frequencies of bytes drafts what is constant."""
+    found = {}
+    for where, results in by_run(rows, acceptance.KIND).items():
+        bits = {(row.setting, row.method): row.value for row in results.rows if row.metric == acceptance.BITS}
+        kept = [
+            row for row in results.rows if bits.get((row.setting, row.method), UNTRAINED) < UNTRAINED
+        ]  # fmt: skip
+        if where.scale == "full" and kept:
+            found[where] = Results(kept)
+    return found
+
+
 def main_finding(rows: Sequence[Row]) -> str:
     """One line of the first page."""
     otherwise = "Only tiny proxy models have been measured so far, whose times mean nothing" if rows else ""
-    return next(iter([*means(rows), *single(rows)]), otherwise).rstrip(".")
+    return next((f"{one.rstrip('.')}{ends_note(rows)}" for one in [*means(rows), *single(rows)]), otherwise)
+
+
+def ends_note(rows: Sequence[Row]) -> str:
+    """What follows a speed with all optimisations where no model has more than its first and its last rung."""
+    models = {
+        where: found for where, found in by_run(rows, KIND).items() if real(where) and where.data in BY_NAME
+    }
+    alone = models and all(ends_alone(BY_NAME[where.data], found) for where, found in models.items())
+    return (
+        "; first and last rung only were measured, so what each optimisation gains is not known"
+        if alone
+        else ""
+    )
 
 
 def single(rows: Sequence[Row]) -> list[str]:
@@ -200,7 +242,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return [
         *summary_sections(rows),
         *(model_section(where, results, traces.get(where)) for where, results in by_run(rows, KIND).items()),
-        *(acceptance_section(where, results) for where, results in by_run(rows, acceptance.KIND).items()),
+        *(acceptance_section(where, results) for where, results in learned(rows).items()),
     ]
 
 
@@ -244,16 +286,48 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
         and any(over_first(BY_NAME[name], tables_of[name], setting, one) is not None for name in names)
     ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
-    figure = ratio_map(
-        [one.name for one in rungs], list(map(titled, names)), values, "speed over the first rung", end=16.0
-    )
+    lines = [rung_name(one, own_weights(names, line)) for one, line in zip(rungs, values, strict=True)]
+    figure = ratio_map(lines, list(map(titled, names)), values, "speed over the first rung", end=16.0)
     figure.axes[0].tick_params(axis="x", rotation=30)
+    ends = all(ends_alone(BY_NAME[name], tables_of[name]) for name in names)
     name = f"ladder-{setting.replace(' ', '-')}-{where.ending}"
     caption = (
-        f"Speed over the first rung, eager bfloat16, {setting}, {where.device}: a column a model, a line a rung, which adds "
-        "one optimisation. Models of which the first rung alone was measured are left out."
+        f"Speed over the first rung, eager bfloat16, {setting}, {where.device}: a column a model, a line a rung, "
+        f"{'the first and the last only' if ends else 'which adds one optimisation'}. Models of which the first rung alone was "
+        "measured are left out."
     )
     return [Drawing(name, caption, figure)]
+
+
+def ends_alone(one: Subject, results: Results) -> bool:
+    """Whether of a model's ladder no rung between the first and the last measured one has a time in any setting."""
+    return len(timed_rungs(one, results)) <= 2
+
+
+def timed_rungs(one: Subject, results: Results) -> list[Levers]:
+    """The rungs of a model that have a time in any setting, without self-speculation."""
+    found = {row.method for row in results.rows if row.metric == TIME}
+    return [rung for rung in ladder(one.weights) if not rung.speculation and rung.name in found]
+
+
+def extent(one: Subject, results: Results) -> list[str]:
+    """That a model's first and last rung alone were measured, or its first; nothing where there are more."""
+    if not ends_alone(one, results):
+        return []
+    return [FIRST_ALONE if timed_rungs(one, results) == [EAGER] else ENDS_ALONE]
+
+
+def own_weights(names: Sequence[str], line: Sequence[float | None]) -> list[tuple[str, str]]:
+    """The weights in 8 and in 4 bits of the models that have a value in a line."""
+    return [
+        BY_NAME[name].weights for name, value in zip(names, line, strict=True) if value is not None
+    ]  # fmt: skip
+
+
+def rung_name(rung: Levers, weights: Sequence[tuple[str, str]]) -> str:
+    """A rung as a line of a figure whose models have these weights in 8 and in 4 bits: all that the line stands for."""
+    own = dict.fromkeys(of_model(rung, one).weights for one in weights)
+    return rung.name.replace(rung.weights, " or ".join(own)) if rung.weights else rung.name
 
 
 def titled(name: str) -> str:
@@ -274,8 +348,9 @@ def model_section(where: Where, results: Results, traces: Results | None) -> Sec
     one = BY_NAME.get(where.data)
     if one is None:
         return Section(f"{readable(where.data)} ({where.run})", ["This model is no longer measured."])
-    text = [*TEXT, *([] if real(where) else [STAND_IN]), *failures(results)]
-    tables = [rungs_table(one, results), levers_table(one, results)]
+    text = [*extent(one, results), *TEXT]
+    text += [*([] if real(where) else [STAND_IN]), *failures(results)]
+    tables = [table for table in (rungs_table(one, results), levers_table(one, results)) if table.lines]
     if traces is not None:
         tables.append(operators_table(traces))
         text += failures(traces)
@@ -302,12 +377,22 @@ def rungs_table(one: Subject, results: Results) -> Table:
     columns = [
         "rung",
         "batch",
-        f"ms a {one.unit}",
+        f"ms {'an' if one.unit[0] in 'aeiou' else 'a'} {one.unit}",
         "over the first",
         "over bfloat16 with graphs",
-        "change of outputs",
+        "change of outputs (of their norm)",
     ]
-    return Table("Rungs", columns, lines, results.rows)
+    return filled("Rungs", columns, lines, results.rows)
+
+
+def filled(
+    caption: str, columns: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row]
+) -> Table:
+    """A table without the columns that no line has a value in."""
+    kept = [place for place in range(len(columns)) if not lines or any(line[place] for line in lines)]
+    return Table(
+        caption, [columns[place] for place in kept], [[line[place] for place in kept] for line in lines], rows
+    )
 
 
 def levers_table(one: Subject, results: Results) -> Table:
@@ -325,7 +410,7 @@ def levers_table(one: Subject, results: Results) -> Table:
             if last is not None and own in found and own != last.name:
                 lines.append([f"{name}, left out", setting, "", number(found[own] / found[last.name], 2)])
     columns = ["lever", "setting", "speed over the first rung", "the last rung's speed over this"]
-    return Table("Levers alone and left out", columns, lines, results.rows)
+    return filled("Levers alone and left out", columns, lines, results.rows)
 
 
 def operators_table(traces: Results) -> Table:
@@ -336,7 +421,8 @@ def operators_table(traces: Results) -> Table:
         for method in traces.with_setting(setting).methods:
             cells = [number(traces.value(setting, method, metric), 1, 100) for metric in metrics]
             lines += [[method, setting, *cells]] if any(cells) else []
-    return Table("Idle time and operators (%)", ["rung", "setting", "idle", *OPERATORS], lines, traces.rows)
+    columns = ["rung", "setting", "idle", *OPERATORS]
+    return filled("Idle time and operators (%)", columns, lines, traces.rows)
 
 
 def speculation_table(results: Results, rounds: Results) -> Table:

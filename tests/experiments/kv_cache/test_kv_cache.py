@@ -107,6 +107,13 @@ def test_page():
     assert "the test tells none apart" in page.findings(saturated)[1]
     assert "needle" not in page.main_finding(saturated)
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
+    assert "unquantized" not in found[2]
+    rows += [row("real m/full/text", ALL, "int4", metric, value) for metric, value in known.items()]
+    left = "int4 leaves the first 4 and the latest 64 tokens unquantized, fp8 none: so these are no differences of bits alone"
+    assert left in page.findings(rows)[2]
+    first = page.sections(rows)[-1].paragraphs[0]
+    assert left in first
+    assert "fp8_residual, which leaves the same in 8 bits, has no row" in first
 
 
 def test_decode_attention_is_timed_and_what_is_missing_or_fails_says_so(monkeypatch):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.harness.measuring import Wrong
 from experiments.harness.rows import Journal, Row
-from experiments.ladder import decoding, page, run, seamless, summary, work
+from experiments.ladder import acceptance, decoding, page, run, seamless, summary, work
 from experiments.ladder.decoding import Loop
 from experiments.ladder.rungs import (
     ALONE,
@@ -384,6 +384,31 @@ def test_the_page_says_what_is_reached_and_calls_nothing_a_match():
     assert len(names) == len(set(names)) == 2
     levers = next(table for table in sections[1].tables if table.caption.startswith("Levers"))
     assert levers.lines
+    assert not any(page.ENDS_ALONE in section.paragraphs for section in sections)
+
+
+def test_the_page_says_that_ends_alone_were_measured_and_of_which_weights():
+    """And leaves out columns that are empty, and drafts of models that have not learned."""
+    ends = [
+        one for one in full_rows() if one.method in (EAGER.name, "fused attention, compiled, graphs, fp8")
+    ]
+    ranked = [one for one in ends if one.table.endswith("/hstu-dlrmv3")]
+    summary_of, section = page.sections(ranked)
+    assert page.ENDS_ALONE in section.paragraphs
+    eager = [one for one in ranked if one.method == EAGER.name]
+    assert page.FIRST_ALONE in page.sections(eager)[-1].paragraphs
+    assert "over bfloat16 with graphs" not in section.tables[0].columns
+    assert [one.caption for one in section.tables if one.caption.startswith("Levers")] == []
+    assert "the first and the last only" in summary_of.drawings[0].caption
+    lines = [label.get_text() for label in summary_of.drawings[0].figure.axes[0].get_yticklabels()]
+    assert lines == ["eager", "fused attention, compiled, graphs, fp8"]
+    assert "first and last rung only" in page.main_finding(ranked)
+    drafts = {acceptance.RATE: 1.0, acceptance.PER_ROUND: 3.0}
+    rates = [row(acceptance.KIND, "m", "m", "plain", metric, value) for metric, value in drafts.items()]
+    for bits, shown in ((5.0, False), (1.5, True)):
+        trained = [*rates, row(acceptance.KIND, "m", "m", "plain", acceptance.BITS, bits)]
+        assert any(one.title.startswith("Acceptance") for one in page.sections(trained)) is shown
+        assert bool(page.acceptance_words(trained)) is shown
 
 
 @pytest.mark.parametrize(("seconds", "runs"), [(15.0, run.FEWEST), (1.0, run.RUNS["cuda"])])
