@@ -14,7 +14,7 @@ from experiments.fp8_training.convergence_page import rate_of
 from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
 from experiments.harness.rows import Row
 from experiments.pretraining.run import BITS
-from experiments.report.content import QUICK, Headline
+from experiments.report.content import QUICK, Headline, days_of
 from experiments.report.results import Results, Where, best_run, by_run, seeds_in
 
 #: The text that is unlike the training text, and the metric of speed.
@@ -33,6 +33,8 @@ def of_trainings(rows: Sequence[Row]) -> list[str]:
             found += function(*best)
             if kind == GAPS:
                 found += [*base_found(rows, *best), *single_found(rows)]
+            if kind == LONG:
+                found += speeds_apart(rows)
     return found
 
 
@@ -105,18 +107,6 @@ def texts_in(results: Results) -> list[str]:
     return [one for one in results.metrics if one == main or one == f"{BITS}, {OTHER_TEXT}"]
 
 
-def largest_single(singles: Sequence[Single]) -> str:
-    """The single trainings of the last setting, which is the longest, on each text."""
-    _, last, *_ = singles[-1]
-    mine = [one for one in singles if one[1] == last]
-    texts = dict.fromkeys(text for *_, gaps in mine for text in gaps)
-    words = [
-        f"on {name_of(text)} {', '.join(f'{method} {gaps[text]:+.1f}%' for _, _, method, gaps in mine if text in gaps)}"
-        for text in texts
-    ]
-    return f"one training each of {last}: {', '.join(words)}"
-
-
 def single_found(rows: Sequence[Row]) -> list[str]:
     """Every single training on a text of another kind beside its books, and what is known of the difference."""
     words = [
@@ -163,22 +153,67 @@ def apart_words(setting: str, bases: dict[str, Results]) -> str:
     return f"bfloat16 itself, {setting}, the same seed on {' and '.join(bases)}, differs by {' and '.join(words)}"
 
 
-def speeds_found(rows: Sequence[Row]) -> list[str]:
-    """Tokens a second of whole trainings over bfloat16's, on the last device."""
+#: Trainings whose speed was disturbed, by setting, recipe, device and commit, and what is known of why (``reports/LOG.md``).
+DISTURBED = {
+    ("120m, 60 MB", "rowwise", "NVIDIA H200", "ed354348"): "beside two other jobs on its host",
+    ("120m, 60 MB", "rowwise", "NVIDIA H100 80GB HBM3", "cc61b77c"): "beside two other jobs on its host",
+}
+
+
+def disturbed(row: Row | None) -> str:
+    """Why the speed of a training is no undisturbed one; "" where nothing is known of that."""
+    return "" if row is None else DISTURBED.get((row.setting, row.method, row.device, row.commit), "")
+
+
+def ratios_found(rows: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
+    """By recipe the speed of each whole training with its ratio to bfloat16's, on the last device."""
     run = best_run({where: one for where, one in by_run(rows, LONG).items() if where.scale != QUICK})
-    words: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[Row, float]]] = {}
     for setting in run[1].settings if run else []:
-        rates = (
-            {row.method: row.value for row in run[1].with_setting(setting).rows if row.metric == RATE}
-            if run
-            else {}
-        )
-        base = next((rates[name] for name in BASE_NAMES.values() if name in rates), None)
-        for method in sorted(rates) if base else []:
-            if base and method not in BASE_NAMES.values():
-                words.setdefault(method, []).append(f"{rates[method] / base:.2f} ({setting})")
-    said = "; ".join(f"{method} {' and '.join(found)}" for method, found in words.items())
-    return [f"Whole trainings, tokens a second over bfloat16's: {said}"] if said else []
+        mine = [row for row in run[1].with_setting(setting).rows if row.metric == RATE] if run else []
+        base = next((row.value for row in mine if row.method in BASE_NAMES.values()), None)
+        for row in sorted(mine, key=lambda one: one.method) if base else []:
+            if base and row.method not in BASE_NAMES.values():
+                found.setdefault(row.method, []).append((row, row.value / base))
+    return found
+
+
+def speeds_found(rows: Sequence[Row]) -> list[str]:
+    """Tokens a second of whole trainings over bfloat16's, on the last device, with their days and what disturbed them."""
+    found = ratios_found(rows)
+    words = [
+        f"{method} {' and '.join(f'{ratio:.2f} ({noted(row)})' for row, ratio in pairs)}"
+        for method, pairs in found.items()
+    ]
+    days = days_of([row for pairs in found.values() for row, _ in pairs])
+    return [f"Whole trainings ({days}), speed over bfloat16's: {'; '.join(words)}"] if words else []
+
+
+def noted(row: Row) -> str:
+    """A training with what disturbed it."""
+    return ", ".join(filter(None, (row.setting, disturbed(row))))
+
+
+def beside_card(rows: Sequence[Row], method: str) -> str:
+    """What a card on the speed of layers says of whole trainings by the same recipe; "" without any."""
+    words = [f"{ratio:.2f}x ({noted(row)})" for row, ratio in ratios_found(rows).get(method, [])]
+    return f"whole trainings {' and '.join(words)}" if words else ""
+
+
+def speeds_apart(rows: Sequence[Row]) -> list[str]:
+    """A sentence on recipes whose trainings differ in the number of steps alone, which their speed does not depend on."""
+    words = []
+    for method, pairs in ratios_found(rows).items():
+        said = [f"{row.value / 1e3:.0f} ({noted(row)}, {row.date[:10]} at {row.commit})" for row, _ in pairs]
+        if len({row.setting.partition(", ")[0] for row, _ in pairs}) < len(pairs):
+            known = any(disturbed(row) for row, _ in pairs)
+            words.append(f"{method} {' and '.join(said)}{'' if known else ', which nothing explains'}")
+    if not words:
+        return []
+    return [
+        "Trainings of one model differ in the number of steps alone, so their speeds are one quantity measured twice, thousand "
+        f"tokens a second: {'; '.join(words)}."
+    ]
 
 
 def converged(rows: Sequence[Row]) -> list[str]:
@@ -283,7 +318,10 @@ def larger_words(results: Results, setting: str, method: str, base: str | None) 
     speed, share = (
         results.value(setting, method, one) for one in ("tokens a second", "share of the bfloat16 peak")
     )
-    words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
+    why = disturbed(results.row(setting, method, RATE))
+    words += (
+        [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second{f' ({why})' if why else ''}"]
+    )
     words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
     return ", ".join(words)
 

@@ -463,6 +463,7 @@ def finding(rows: Sequence[Row]) -> list[str]:
     return [
         f"Targets reached on {device}: {counts(targets)}; of speed and memory alone {counts(parts.get(device, []))}."
         for device, targets in by_device(targets_by_run(rows)).items()
+        if any(target.value is not None for target in targets)
     ]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from experiments.fp8_training import blocks, convergence_page, linear
 from experiments.fp8_training.blocks import LLAMA_3_2_3B_FOUR_LAYERS
 from experiments.fp8_training.convergence_findings import (
+    beside_card,
     converged,
     loss_headlines,
     of_trainings,
@@ -252,7 +253,8 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         return []
     theirs = results.value(setting, f"{TORCHAO}, rowwise", SPEED_RATIO)
     bars = {"step of two Llama-3-8B layers, FP8 training": {"ao_lab": row.value, PEER: theirs}}
-    beside = "bfloat16" + ("" if theirs is None else f"; torchao {theirs:.2f}x")
+    other = "" if theirs is None else f"torchao {theirs:.2f}x"
+    beside = "; ".join(filter(None, ("bfloat16", other, beside_card(rows, "rowwise"))))
     what = "speed of a compiled training step of two Llama-3-8B layers in FP8 (rowwise)"
     target = verdict_of(targets_by_run(rows), row, f"{ours('rowwise')}: {FASTEST}")
     return [Card(row, f"{row.value:.2f}x", what, beside, bars, target)]

@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from experiments.harness.rows import Row
 from experiments.optimizers.speed import FLOOR, GRAPH, SPEED, TIME
 from experiments.optimizers.training import BASE, GAP, GAPS, HELD_OUT, INTERVAL, PAIRED
-from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECTION, RATIOS, RMS, Setting
+from experiments.optimizers.updates import (
+    BLOCK,
+    KIND,
+    LARGEST,
+    METHODS,
+    OURS,
+    PROJECTION,
+    RATIOS,
+    RMS,
+    SETTINGS,
+    STOP,
+    Setting,
+)
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import NARROW, curves
 from experiments.report.results import Results, Where, best_run, by_run, number, seeds_in
@@ -31,7 +43,8 @@ TEXT = (
     (
         "In each block of 256 gradients one is larger than the others by the ratio. Numbers are over steps 11 to 60, "
         "from moments of 0; with float32 states every largest update is 1. Where small gradients become 0, they do so "
-        "from step 40 on, as for rows of an embedding whose tokens a batch does not contain."
+        "from step 40 on, as for rows of an embedding whose tokens a batch does not contain. A largest update near 1 does not "
+        "say that small gradients move: an update that stays near 0 has it too. The projection tells, 1 as with float32 states."
     ),
     "torchao's functions are those of its release, uncompiled. bitsandbytes stores the same map in the same blocks.",
 )
@@ -53,8 +66,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
     if best is not None:
         worst = {method: largest(best[1], method) for method in METHODS}
         parts = [f"{method} {times(value, 1)}" for method, value in worst.items() if value is not None]
+        worst_case = where_largest(best[1], COMPARED[1])
+        said = f" {COMPARED[1]} at its largest{worst_case}." if worst_case else ""
         words.append(
-            f"Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: {'; '.join(parts)}."
+            f"{ordinary(best[1])}Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: "
+            f"{'; '.join(parts)}.{said}"
         )
     speed = best_run(by_run(rows, SPEED))
     if speed is not None and speed[0].scale != "quick":
@@ -79,24 +95,58 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """The largest updates, by the bits of states."""
+    """Differences of updates at ordinary gradients, and the largest updates, by the bits of states."""
     best = best_run(by_run(rows, KIND))
     if best is None:
         return []
     ours = {method.removeprefix("ours, "): largest(best[1], method) for method in OWN}
-    theirs = {
-        method.removeprefix("torchao, "): largest(best[1], method)
-        for method in ("torchao, 8 bits", "torchao, 4 bits")
-    }
+    theirs = {method: largest(best[1], method) for method in ("torchao, 8 bits", "torchao, 4 bits")}
     parts = [f"{value:.1f} times with states in {name}" for name, value in ours.items() if value is not None]
-    beside = [f"{times(value, 1)} in {name}" for name, value in theirs.items() if value is not None]
+    beside = [
+        f"{times(value, 1)} in {name.removeprefix('torchao, ')}{where_largest(best[1], name)}"
+        for name, value in theirs.items()
+        if value is not None
+    ]
     if not beside or not parts:
         return []
     text = (
-        f"Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, at ratios of gradients from 1 "
-        f"to 10^5; with torchao's states {' and '.join(beside)}"
+        f"{ordinary(best[1])}Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, at ratios of "
+        f"gradients from 1 to 10^5; with torchao's states {' and '.join(beside)}"
     )
-    return [Headline(text, [row for row in best[1].rows if row.metric == LARGEST])]
+    return [Headline(text, [row for row in best[1].rows if row.metric in (LARGEST, RMS)])]
+
+
+#: The methods that a sentence on ordinary gradients compares, and from which largest update on its setting is told.
+COMPARED, EXTREME = ("ours, 8 bits", "torchao, 8 bits"), 10.0
+
+
+def ordinary(results: Results) -> str:
+    """The rms difference of updates of 8-bit states where all gradients of a block are alike and at the largest ratio, as the
+    beginning of a text; "" where one was not measured."""
+    told = []
+    for ratio in (RATIOS[0], RATIOS[-1]):
+        found = {one: results.value(Setting(ratio, False).name, one, RMS) for one in COMPARED}
+        if any(value is None for value in found.values()):
+            return ""
+        told.append(", ".join(f"{number(value, 2)} ({method})" for method, value in found.items()))
+    return (
+        f"With gradients alike in a block AdamW's updates differ from those with float32 states by an rms of {told[0]}; where "
+        f"one is 10^5 times larger, by {told[1]}. "
+    )
+
+
+def where_largest(results: Results, method: str) -> str:
+    """At which gradients a method's largest update is, where that is an extreme one, and the largest without gradients that
+    stop."""
+    value = largest(results, method)
+    if value is None or value < EXTREME:
+        return ""
+    found = {one: results.value(one.name, method, LARGEST) for one in SETTINGS}
+    where = next(one for one, other in found.items() if other == value)
+    going = max((other for one, other in found.items() if not one.stops and other is not None), default=None)
+    case = f"one gradient in {BLOCK} {where.ratio:,} times larger"
+    stops = f", the others 0 from step {STOP} on; {times(going, 1)} where they go on" if where.stops else ""
+    return f" ({case}{stops})"
 
 
 def times(value: float | None, digits: int) -> str:

@@ -59,7 +59,22 @@ def test_the_page_names_the_largest_and_misses_targets():
     assert "torchao, 8 bits 7,000; ours, 8 bits 1.5; ours, 4 bits 1.8" in page.findings(rows)[0]
     said = str(page.headlines(rows)[0])
     assert "reaches 1.5 times with states in 8 bits and 1.8 times with states in 4 bits" in said
-    assert "torchao's states 7,000 in 8 bits" in said
+    assert "torchao's states 7,000 in 8 bits (one gradient in 256 1 times larger)" in said
+    assert "by an rms" not in said
+    ordinary = [
+        row("updates", Setting(ratio, False).name, method, page.RMS, value)
+        for ratio, values in ((1, (0.11, 0.02)), (100_000, (0.81, 53.4)))
+        for method, value in zip(page.COMPARED, values, strict=True)
+    ]
+    first = "rms of 0.11 (ours, 8 bits), 0.02 (torchao, 8 bits); where one is 10^5 times larger, by 0.81 (ours, 8 bits), 53.40"
+    assert first in str(page.headlines([*rows, *ordinary])[0])
+    assert first in page.findings([*rows, *ordinary])[0]
+    stopped = Setting(1_000, True).name
+    rows = [
+        replace(one, value=9e3) if (one.setting, one.method) == (stopped, "torchao, 8 bits") else one for one in rows
+    ]  # fmt: skip
+    case = "9,000 in 8 bits (one gradient in 256 1,000 times larger, the others 0 from step 40 on; 7,000 where they go on)"
+    assert case in str(page.headlines(rows)[0])
     updated, gaps = page.targets_by_run(rows)
     assert [target.reached for target in updated.targets] == [True, True]
     assert [target.reached for target in gaps.targets] == [False]
