@@ -7,16 +7,18 @@ reads git for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
+from ao_lab.intervals import half_interval
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths
 from experiments.harness.revision import subject
 from experiments.harness.rows import Key, Row
-from experiments.report.content import Table
+from experiments.report.content import WINDOWS, Table
 from experiments.report.scoreboard import better, short
 
 FILE = "history.csv"
@@ -32,27 +34,58 @@ UNCHANGED = "unchanged"
 LEAST_SHARE, LEAST_POINTS = 0.25, 5.0
 #: Characters of a commit with the first line of its message.
 WORDS = 90
+#: How metrics end that are half of an interval; a change of perplexity, and what its interval is made of.
+ENDING, CHANGE = ", 95% interval", "perplexity, change"
+OF_PERPLEXITY = ("loss, change", "loss, standard error of the change", WINDOWS)
 #: Units of differences and shares, whose change in percent says nothing.
 DIFFERENCES = ("%", "points")
 
 
 @dataclass(frozen=True)
 class History:
-    """One value over time, the oldest first: what of, and its rows."""
+    """One value over time, the oldest first: what of, its rows, and half of the last one's 95% interval, 0 if not known."""
 
     what: str
     rows: Sequence[Row]
+    half: float = 0.0
 
     @property
     def table(self) -> Table:
         """Day, commit with the first line of its message, value and its change from the one before; the newest first."""
         lines = []
         for place, row in enumerate(self.rows):
-            change = changed(self.rows[place - 1], row) if place else ""
+            change = changed(self.rows[place - 1], row, self.half) if place else ""
             told = shorten(f"{row.commit} {subject(row.commit)}", WORDS, placeholder=" ...")
             lines.append([row.date[:10], told, worded(row), change])
         columns = ["measured", "commit", self.measures, "since the line below"]
         return Table(f"{self.what}: {self.rows[-1].device}", columns, lines[::-1])
+
+    @property
+    def before(self) -> str:
+        """How far the last value is from the one before; nothing of one that was measured once."""
+        return changed(self.rows[-2], self.rows[-1], self.half) if len(self.rows) > 1 else ""
+
+    @property
+    def first(self) -> str:
+        """How far the last value is from the first, and from the best where that is neither: what small steps add up to."""
+        if len(self.rows) < 2:
+            return ""
+        last, best = self.rows[-1], self.best
+        words = changed(self.rows[0], last, self.half)
+        if not self.passed:
+            return words
+        return f"{words}; since the best, {short(best.value)} on {best.date[:10]}: {changed(best, last, self.half)}"
+
+    @property
+    def best(self) -> Row:
+        """The row of its best value."""
+        most = better(self.rows[-1].metric) == "more"
+        return (max if most else min)(self.rows, key=lambda row: row.value)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the best value is neither the first nor the last, by the digits that are shown."""
+        return short(self.best.value) not in {short(row.value) for row in (self.rows[0], self.rows[-1])}
 
     @property
     def measures(self) -> str:
@@ -94,9 +127,10 @@ class History:
 
     @property
     def ends(self) -> str:
-        """The first and the last value and the day of the first, which stand beside the picture."""
-        first, last = self.rows[0], self.rows[-1]
-        return f"{short(first.value)} to {short(last.value)} since {first.date[:10]}"
+        """The first and the last value, their days, and the best where that is neither, which stand beside the picture."""
+        first, last, best = self.rows[0], self.rows[-1], self.best
+        told = f"{short(first.value)} on {first.date[:10]}, now {short(last.value)}"
+        return f"{told}, best {short(best.value)}" if self.passed else told
 
     @property
     def words(self) -> str:
@@ -113,14 +147,22 @@ def worded(row: Row) -> str:
     return f"{short(row.value)}x" if row.unit == "ratio" else f"{short(row.value)} {row.unit}".strip()
 
 
-def changed(before: Row, row: Row) -> str:
-    """How far a value is from the one before it: in percent, or points of what is a difference or a share itself, since that
-    may lie near 0 or below; and whether it is better or worse."""
+def changed(before: Row, row: Row, half: float = 0.0) -> str:
+    """How far a value is from one before it: in percent, or points of what is a difference or a share itself, since that may
+    lie near 0 or below; and whether it is better or worse, where it is further than chance takes it.
+
+    half: half of the 95% interval of the later value. That of the earlier one is taken to be as wide, so that of their
+    difference, of two measurements that are independent, is sqrt(2) times as wide.
+    """
+    chance = math.sqrt(2) * half
     if row.unit in DIFFERENCES:
         points = round(row.value - before.value, 2)
-        return f"{points:+.2f} points{judged(row, points, NOISE_POINTS)}" if points else UNCHANGED
+        return (
+            f"{points:+.2f} points{judged(row, points, max(NOISE_POINTS, chance))}" if points else UNCHANGED
+        )
     percent = round(100 * (row.value / before.value - 1), 1) if before.value else 0.0
-    return f"{percent:+.1f}%{judged(row, percent)}" if percent else UNCHANGED
+    of_value = 100 * chance / abs(before.value) if before.value else 0.0
+    return f"{percent:+.1f}%{judged(row, percent, max(NOISE, of_value))}" if percent else UNCHANGED
 
 
 def judged(row: Row, change: float, noise: float = NOISE) -> str:
@@ -161,9 +203,33 @@ def written(row: Row) -> tuple[str, str]:
     return f"{row.value:.9g}", row.commit
 
 
-def histories(rows: Sequence[Row], named: Iterable[tuple[str, Row]]) -> list[History]:
-    """The history of some rows, each with the words that say what it is; of those that have one."""
+def histories(
+    rows: Sequence[Row], named: Iterable[tuple[str, Row]], halves: Mapping[Key, float] | None = None
+) -> list[History]:
+    """The history of some rows, each with the words that say what it is; of those that have one. halves: half of the 95%
+    interval of each row that has one (`halves_of`)."""
     by_key: dict[Key, list[Row]] = {}
     for row in rows:
         by_key.setdefault(row.key, []).append(row)
-    return [History(what, by_key[row.key]) for what, row in named if row.key in by_key]
+    known = halves or {}
+    return [
+        History(what, by_key[row.key], known.get(row.key, 0.0)) for what, row in named if row.key in by_key
+    ]
+
+
+def halves_of(rows: Iterable[Row]) -> dict[Key, float]:
+    """Half of the 95% interval of values, by their keys, as rows beside them say it; of a change of perplexity by the standard
+    error of that of the loss."""
+    found: dict[Key, float] = {}
+    losses: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in rows:
+        if row.metric.endswith(ENDING):
+            found[replace(row, metric=row.metric.removesuffix(ENDING)).key] = row.value
+        elif row.metric in OF_PERPLEXITY:
+            losses.setdefault(replace(row, metric=CHANGE).key, {})[row.metric] = row.value
+    for key, known in losses.items():
+        loss, error, windows = (known.get(name) for name in OF_PERPLEXITY)
+        half = half_interval(error, None if windows is None else int(windows))
+        if loss is not None and half is not None:
+            found[key] = 100 * math.exp(loss) * half
+    return found

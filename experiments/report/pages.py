@@ -59,7 +59,7 @@ from experiments.report.content import (
     sentences,
     subjects_of,
 )
-from experiments.report.history import History, histories, remember
+from experiments.report.history import History, halves_of, histories, remember
 from experiments.report.plots import dots, svg
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
@@ -301,7 +301,8 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
     if overview:
         tidy.write_text(places.figures / f"{OVERVIEW}.svg", svg(overview.figure))
     quoted = quoted_rows(pages)
-    past = histories(remember(places, [row for _, row in quoted]), quoted) if quoted else []
+    halves = halves_of(row for page in pages for row in page.rows)
+    past = histories(remember(places, [row for _, row in quoted]), quoted, halves) if quoted else []
     values: dict[str, object] = {
         "pages": pages,
         "cards": [(found[id(card)], card, past_of(past, card.row)) for card in cards],

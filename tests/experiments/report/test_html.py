@@ -237,7 +237,7 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert found.line == "3.0,25.0 117.0,3.0"
     assert found.table.lines[0] == ["2026-11-27", "4567abcd", "2", "+100.0%, better"]
     assert history.History("", [first]).line == ""
-    assert found.ends == "1 to 2 since 2026-11-26"
+    assert found.ends == "1 on 2026-11-26, now 2"
     assert found.direction == "higher is better"
     assert found.moved
     assert not history.History("", [first, replace(second, value=1.00001)]).moved
@@ -255,6 +255,29 @@ def test_the_history_keeps_one_row_a_commit_and_its_line_rises_with_values():
     assert history.changed(gaps[0], gaps[0]) == "unchanged"
     shares = [replace(row(value=value, metric="recovered"), unit="%") for value in (97.0, 92.94)]
     assert history.changed(*shares) == "-4.06 points, worse"
+    assert history.changed(*shares, half=2.8) == "-4.06 points, worse"
+    assert history.changed(*shares, half=2.9) == "-4.06 points"  # within sqrt(2) * 2.9
+
+
+def test_a_history_tells_what_small_steps_add_up_to_and_knows_intervals():
+    days = [
+        row(value=value, date=f"2026-11-2{day}T10:00:00Z")
+        for day, value in ((5, 1.967), (6, 2.803), (7, 2.729), (8, 2.702))
+    ]
+    found = history.History("", days)
+    assert found.before == "-1.0%"
+    assert found.first == "+37.4%, better; since the best, 2.803 on 2026-11-26: -3.6%, worse"
+    assert found.ends == "1.967 on 2026-11-25, now 2.702, best 2.803"
+    assert history.History("", days[:1]).before == history.History("", days[:1]).first == ""
+    share = replace(row(value=92.94, metric="recovered"), unit="%")
+    half = replace(share, metric="recovered, 95% interval", value=4.1)
+    assert history.halves_of([share, half]) == {share.key: 4.1}
+    change = replace(row(value=10.0, metric=history.CHANGE), unit="%")
+    known = dict(zip(history.OF_PERPLEXITY, (0.0, 0.01, 32.0), strict=True))
+    beside = [replace(change, metric=metric, value=value) for metric, value in known.items()]
+    assert history.halves_of([change, *beside])[change.key] == pytest.approx(
+        2.04, abs=0.01
+    )  # t of 31 degrees
 
 
 def test_values_of_the_first_screen_have_their_history_committed():
