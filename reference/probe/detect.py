@@ -5,8 +5,9 @@ the right kernel of the specification: a kernel may round otherwise (another ord
 and still has to lose as little. **Fine**, with the exact product of the quantized operands, where most tokens show that the
 kernel's codes are those of the specification: then sums alone are left to err, and float32 sums in any order lose less
 than what `sum_error` finds for one term after the other; what another convention of scales adds is no error of sums
-(`reference.probe.rescaled`). Channels and tokens have standard errors over the other axis; five
-of them, and some more error than the right one has, are asked for.
+(`reference.probe.rescaled`). Then no output may be off by more than a bound that is proven
+(`reference.probe.each_output`), which no statistics say of one among thousands. Channels and tokens have standard errors over
+the other axis; five of them, and some more error than the right one has, are asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from reference.formats.encode import decode, encode
 from reference.matmul.linear import transposed
 from reference.matmul.matmul import matmul
 from reference.probe.drift import difference
+from reference.probe.each_output import beyond, ties_size
 from reference.probe.estimates import F64, Estimate, mean, quantile
 from reference.probe.faults import Case
 from reference.probe.rescaled import rescaled
@@ -38,6 +40,8 @@ MORE_OF_OTHER = 4.0
 MORE_SUMS = 1.01
 #: The same where codes that differ at ties add to it: each by a sixteenth of an element of e4m3.
 MORE_TIES = 2.0
+#: The same of each output's bound, which covers scales that are rounded to bfloat16 beside outputs of 16 bits as well.
+BEYOND = 4.0
 #: A kernel's codes are the specification's where half of its tokens are so much closer to their product than rounding is.
 CLOSE = 0.25
 #: The test of sums, where codes are the specification's.
@@ -109,9 +113,16 @@ def findings(
         return []
     same = _same_codes(case, y[rows], rows, quantized)
     fine = list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else []
+    coarse = [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same)]
+    if same and not any(one.found for one in (*coarse, *fine)):
+        fine.append(_each(case, y[rows], rows, dtype, accumulation, quantized))
     if not quantized and any(one.found for one in fine) and rescaled(case, y[rows], rows):
-        same, fine = False, [Finding(case.name, SCALES, fine[0].error, fine[0].error, 0.0)]
-    return [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same), *fine]
+        return [
+            *_coarse(case, y[rows], rows),
+            *_furthest(case, y[rows], rows, dtype, False),
+            Finding(case.name, SCALES, fine[0].error, fine[0].error, 0.0),
+        ]
+    return [*coarse, *fine]
 
 
 def _coarse(case: Case, y: F64, rows: Any) -> Iterator[Finding]:
@@ -154,6 +165,18 @@ def _furthest(case: Case, y: F64, rows: Any, dtype: str, same: bool) -> Iterator
     )  # fmt: skip
 
 
+def _each(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantized: bool) -> Finding:
+    """The one output that is furthest beyond what sums, its rounding and values at ties may add to it."""
+    at, off, bound = beyond(case, y, rows, dtype, accumulation, quantized=quantized)
+    whole = sqrt(float((case.exact[rows] ** 2).mean())) or 1.0
+    wrong = off > BEYOND * bound
+    test = f"output {at}"
+    if wrong:
+        sums = f"sums of its quantized values in any order, by {bound / whole:.3g}"
+        test += f" is off by {off / whole:.3g} of its outputs' size; {sums}"
+    return Finding(case.name, test, off / whole, bound / whole, inf if wrong else 0.0, BEYOND)
+
+
 def _same_codes(case: Case, y: F64, rows: Any, quantized: bool) -> bool:
     """Of all tokens; and where the kernel quantizes, each operand's rounding is a part of the error, as other codes' is not."""
     right, exact = case.right[rows], case.exact[rows]
@@ -172,7 +195,7 @@ def _fine(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantize
 
     Where codes were given, the mean difference over tokens in standard errors: most outputs are rounded alike, so that it is
     sharp. Else medians, since a kernel that scales in another order has another code here and there, in most tokens where
-    inputs have 16 bits, whose quotients lie on ties more often.
+    inputs have 16 bits, whose quotients lie on ties more often: what these may add is counted where it matters.
     """
     right = case.right[rows]
     stored = rounded(right, dtype) - right
@@ -189,7 +212,12 @@ def _fine(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantize
         yield Finding(case.name, SUMS, error, least, sigmas, MORE_SUMS)
     else:
         more = MORE_SUMS if dtype == "float32" else MORE_TIES
-        yield _compared(case.name, SUMS, quantile(one), quantile(two), more)
+        found = _compared(case.name, SUMS, quantile(one), quantile(two), more)
+        if found.found:
+            allowed = np.sqrt(allowed**2 + ties_size(case)[rows] ** 2)
+            two = np.linalg.norm(allowed, axis=1)[some] / size[some]
+            found = _compared(case.name, SUMS, quantile(one), quantile(two), more)
+        yield found
 
 
 def sum_error(case: Case, rows: Any, accumulation: str) -> float:

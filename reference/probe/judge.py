@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from reference.formats.encode import decode, encode
-from reference.probe.detect import ERRORS, SCALES, SUMS, Finding, findings, rounded
+from reference.probe.at_ties import at_ties, ties_are_the_specifications
+from reference.probe.detect import BEYOND, ERRORS, SCALES, SUMS, Finding, findings, rounded
+from reference.probe.each_output import sums_bound
 from reference.probe.estimates import F64
 from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
 from reference.quantize.quantize import dequantize, quantize
@@ -32,6 +34,12 @@ CALLS = 4
 #: An operand is not quantized where outputs have at most so much of its error, and no more squared error than without it; where
 #: its error is a small part of all, also no more than so much of it beside the other operand's.
 PART, ENERGY, REST = 0.25, 1.05, 0.5
+#: What is said of quantized values, by what elements at ties told.
+TIES = {
+    True: ", at ties of rounding too",
+    False: " except at ties of rounding, which it rounds otherwise",
+    None: " on these inputs, none of which lies on a tie of rounding",
+}
 #: Which share of a difference a fault of the bank has to explain to be named.
 EXPLAINED = 0.5
 
@@ -39,12 +47,15 @@ EXPLAINED = 0.5
 @dataclass(frozen=True)
 class KernelReport:
     """All findings of all cases. looks_like: the fault of the bank that explains most of the difference, "" where none explains
-    half; explained: its share. refused: lengths that the kernel raised an error for, which were not tried."""
+    half; explained: its share. refused: lengths that the kernel raised an error for, which were not tried. remarks: what is no
+    fault. ties: whether elements at ties of rounding are rounded as the specification does; None where that was not tried."""
 
     findings: tuple[Finding, ...]
     looks_like: str = ""
     explained: float = 0.0
     refused: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    ties: bool | None = None
 
     @property
     def ok(self) -> bool:
@@ -67,14 +78,14 @@ class KernelReport:
         return any(one.test == SCALES for one in self.findings)
 
     def __str__(self) -> str:
-        return "\n".join([*(self._right() if self.ok else self._faulty()), *self.refused])
+        return "\n".join([*(self._right() if self.ok else self._faulty()), *self.remarks, *self.refused])
 
     def _right(self) -> list[str]:
         first, most = self.findings[0], max(self.findings, key=lambda one: one.sigmas)
         ratio = (
             f"{most.error / most.right:.2f} times a right kernel's error" if most.right else "an error of 0"
         )
-        values = "its quantized values are those of the specification"
+        values = f"its quantized values are those of the specification{TIES[self.ties]}"
         if not self.same_values:
             what = (
                 "scales are of another convention than the specification's"
@@ -124,9 +135,12 @@ def judge(
             )
     first = next(iter(outputs.values()))
     found += [] if quantized else unquantized(*first)
+    again = [(case, y) for case, y in outputs.values() if case.name.startswith(f"{first[0].name}, call ")]
+    found += apart(first[1], again, found, dtype, accumulation)
+    ties = None if quantized else _ties(kernel, first[0], dtype, accumulation, seed)
     worst = max((one for one in found if one.found), key=lambda one: one.sigmas, default=None)
     name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
-    return KernelReport(tuple(found), name, share, tuple(refused))
+    return KernelReport(tuple(found), name, share, tuple(refused), _remarks(first[1], again), ties)
 
 
 def _calls(
@@ -156,6 +170,41 @@ def _again(kernel: Callable[[Case], Any], case: Case, y: F64) -> Iterator[tuple[
         other = np.asarray(kernel(case), np.float64)
         if not np.array_equal(other, y, equal_nan=True):
             yield replace(case, name=f"{case.name}, call {call}"), other
+
+
+def apart(
+    first: F64, again: list[tuple[Case, F64]], found: list[Finding], dtype: str, accumulation: str
+) -> list[Finding]:
+    """Calls on the same inputs that differ by more than two orders of the same sums, where nothing else was found of them."""
+    faults, more = {one.case for one in found if one.found}, []
+    for case, y in again:
+        off = np.where(np.isfinite(y) & np.isfinite(first), np.abs(y - first), 0.0)
+        over = off > 2 * BEYOND * sums_bound(case, dtype, accumulation)
+        if case.name not in faults and over.any():
+            at = tuple(int(i) for i in np.unravel_index(int(np.where(over, off, 0).argmax()), off.shape))
+            said = f"output {at} is not that of the first call, by more than another order of sums makes"
+            more.append(Finding(case.name, said, float(off[at]), 0.0, inf))
+    return more
+
+
+def _remarks(first: F64, again: list[tuple[Case, F64]]) -> tuple[str, ...]:
+    """That calls on the same inputs differ."""
+    if not again:
+        return ()
+    differ = np.any([~((y == first) | (np.isnan(y) & np.isnan(first))) for _, y in again], axis=0)
+    return (
+        f"  not deterministic: {int(differ.sum())} of {first.size} outputs are not the same bits in each of {CALLS} calls "
+        f"on the same inputs",
+    )
+
+
+def _ties(kernel: Callable[[Case], Any], case: Case, dtype: str, accumulation: str, seed: int) -> bool | None:
+    """Whether a kernel rounds ties as the specification does; None where schemes or the kernel have no such inputs."""
+    tied = at_ties(case, dtype, seed)
+    if tied is None:
+        return None
+    y = np.asarray(kernel(tied), np.float64)
+    return ties_are_the_specifications(tied, y, dtype, accumulation, BEYOND)
 
 
 def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[tuple[Case, ...]]:
