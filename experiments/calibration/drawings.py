@@ -4,7 +4,7 @@ choice; recovered loss against minutes, with the line of the most that is recove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from experiments.calibration import choice
@@ -12,7 +12,7 @@ from experiments.calibration.peers.records import PEERS
 from experiments.calibration.run import ARMS, ROUNDING
 from experiments.models.causal_lm import FILE
 from experiments.models.quantized_model import WEIGHTS
-from experiments.report.content import Drawing
+from experiments.report.content import Drawing, member
 from experiments.report.fronts import NARROW, Panel, front, front_panels
 from experiments.report.plots import Point
 from experiments.report.real_runs import KL, RECOVERED, RealRun
@@ -27,15 +27,18 @@ COLORS = {
     "GPTQ": "#009e73",
     "AutoRound": "#cc79a7",
     "rotation": "#56b4e9",
+    "low rank": "#882255",
     "automatic choice": "#9a7d0a",
     "rule by hand": "#888888",
 }
 #: Of the records that a method is made of the first that is here decides.
 FAMILIES = {
     "Rotate": "rotation", "AutoRound": "AutoRound", "GPTQ": "GPTQ", "HQQ": "HQQ", "AWQ": "scaled channels",
-    "Smooth": "scaled channels", "Clip": "search",
+    "Smooth": "scaled channels", "Clip": "search", "LowRank": "low rank",
 }  # fmt: skip
 AUTOMATIC, BY_RULE = "automatic choice", "rule by hand"
+#: From how much of a scheme's size on a method's own is told.
+LARGER = 1.01
 #: How settings name the inputs' scheme.
 INPUTS = ", inputs "
 
@@ -84,7 +87,7 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
 
     def panel(results: Results, inputs: bool) -> Panel | None:
         points = list(sizes_and_losses(run, results, inputs))
-        tops = {name.split(INPUTS)[0]: point.x for name, point in points if not is_choice(name)}
+        tops = places_of([(name, point) for name, point in points if not is_choice(name)])
         return Panel([one for _, one in points], fronts_of(points), tops) if points else None
 
     panels = run.panels(panel)
@@ -96,9 +99,32 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     caption = (
         f"{run.model}: loss against bytes, every method in every scheme. A line joins points that lose less than all "
         "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice of a scheme for each layer, "
-        "of rules by hand."
+        f"of rules by hand.{members(run)} Tables have the values of each."
     )
     return Drawing(f"calibration-bytes-{run.ending}", caption, wide, narrow)
+
+
+def places_of(points: Sequence[tuple[str, Point]]) -> dict[str, float]:
+    """Words over sizes: each scheme over that of rounding, and a method that stores more beside it, by its own name."""
+    least: dict[str, float] = {}
+    for name, point in points:
+        least[name] = min(point.x, least.get(name, point.x))
+    tops = {name.split(INPUTS)[0]: x for name, x in least.items()}
+    for name, point in points:
+        if point.x > LARGER * least[name] and point.x not in tops.values():
+            tops[point.name.removesuffix(f", {name}")] = point.x
+    return tops
+
+
+def members(run: RealRun) -> str:
+    """A sentence on the methods of each family of which there are several; "" where there is no such one."""
+    found: dict[str, dict[str, None]] = {}
+    for results in run.texts.values():
+        for setting in (one for one in cases(run) if not is_choice(one)):
+            for name in methods(results, setting):
+                found.setdefault(family_of(name, setting), {})[name] = None
+    told = [f"{family}: {', '.join(map(member, names))}" for family, names in found.items() if len(names) > 1]
+    return f" Methods of one colour and shape, {'; '.join(told)}." if told else ""
 
 
 def sizes_and_losses(run: RealRun, results: Results, inputs: bool) -> Iterator[tuple[str, Point]]:

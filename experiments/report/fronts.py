@@ -7,6 +7,7 @@ when the figure has its final size: each takes the first of a few places around 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,10 @@ TYPE, DOT = 7.0, 2.5
 NARROW, LOWEST = 3.55, 3.4
 #: Names that the legend has beside each other for each inch of width, and the part of a panel's height that a line of it takes.
 WORDS, LINE = 0.7, 0.04
+#: What a label costs that the edge of the figure cuts off, in others that it would cover.
+CUT = 30
+#: Slant of words over places of the axis in degrees, their height in points of type, and the letters of a title an inch.
+SLANT, TOP, LETTERS = 45, 62, 9.5
 #: How far apart the places of a line are that labels do not cover, in pixels.
 STRIDE = 4.0
 
@@ -88,7 +93,8 @@ def front_panels(
                 alpha=0.6,
                 zorder=1,
             )
-        axis.set_title(title, loc="left", pad=6 + 34 * bool(panel.tops))
+        wrapped = textwrap.fill(title, int(LETTERS * width))
+        axis.set_title(wrapped, loc="left", pad=6 + TOP * bool(panel.tops))
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         axis.tick_params(labelbottom=True, labelleft=True)
@@ -128,15 +134,18 @@ def set_scales(axis: Axes, xlog: bool, ylog: bool, symlog: float | None = None) 
 def write_tops(axis: Axes, tops: Mapping[str, float]) -> None:
     """Words over places of the horizontal axis, slanted; those of nearly the same place are one label."""
     groups: list[tuple[float, list[str]]] = []
+    # Slanted lines of text cover each other where their places are nearer than this.
+    apart = 1.1 * TYPE * axis.get_figure(root=True).dpi / 72 / math.sin(math.radians(SLANT))
     for name, x in sorted(tops.items(), key=lambda one: one[1]):
-        if groups and pixels(axis, x) - pixels(axis, groups[-1][0]) < 2.2 * TYPE:
+        if groups and pixels(axis, x) - pixels(axis, groups[-1][0]) < apart:
             groups[-1][1].append(name)
         else:
             groups.append((x, [name]))
     for x, names in groups:
         axis.annotate(
             ", ".join(names), (x, 1.0), xycoords=axis.get_xaxis_transform(), xytext=(0, 3), textcoords="offset points",
-            rotation=18, ha="left", va="bottom", fontsize=TYPE, color="#444444", annotation_clip=False,
+            rotation=SLANT, rotation_mode="anchor", ha="left", va="bottom", fontsize=TYPE, color="#444444",
+            annotation_clip=False,
         )  # fmt: skip
         axis.axvline(x, color="#cccccc", linewidth=0.6, zorder=0)
 
@@ -181,6 +190,7 @@ def place(axis: Axes, note: Annotation, taken: Sequence[Bbox], drawn: Sequence[B
             3 * sum(box.overlaps(one) for one in taken)
             + sum(box.overlaps(one) for one in drawn)
             + 2 * outside
+            + CUT * (box.x1 > axis.get_figure(root=True).bbox.x1)
         )
         costs.append((hidden, number))
         if not hidden:

@@ -333,7 +333,7 @@ def subplots(
 
 
 def draw_points(figure: Figure, axis: Axes, points: Sequence[Point], colors: Mapping[str, str]) -> None:
-    """Points in the colours of their families, each with its name under the pointer."""
+    """Points in the colours and shapes of their families, each with its name under the pointer."""
     for family, color in colors.items():
         mine = [point for point in points if point.family == family]
         if not mine:
@@ -342,9 +342,20 @@ def draw_points(figure: Figure, axis: Axes, points: Sequence[Point], colors: Map
         if any(point.error for point in mine):
             bars = [point.error for point in mine]
             axis.errorbar(x, y, bars, fmt="none", ecolor=color, alpha=0.4, elinewidth=0.8)
-        artist = axis.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0)
+        artist = axis.scatter(
+            x, y, s=22, color=color, marker=marker(colors, family), alpha=0.75, linewidths=0
+        )
         titles = [f"{point.name or point.label}: {point.y:.4g} at {point.x:.4g}" for point in mine]
         set_titles(figure, artist, titles)
+
+
+#: Shapes of points, by the place of their family.
+SHAPES = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p")
+
+
+def marker(colors: Mapping[str, str], family: str) -> str:
+    """The shape of a family's points, which tells it from others without its colour."""
+    return SHAPES[list(colors).index(family) % len(SHAPES)]
 
 
 def _scatter(
@@ -415,11 +426,13 @@ def boxes(axis: Axes, places: Iterable[tuple[float, float]], size: float = 3.0) 
 
 
 def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str], most: int = 12) -> None:
-    """The colours of the families that a figure shows, over it, at most so many beside each other."""
+    """Colours and shapes of the families that a figure shows, over it, at most so many beside each other."""
     from matplotlib.lines import Line2D
 
     shown = [name for name in colors if name in families]
-    handles = [Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in shown]
+    handles = [
+        Line2D([], [], marker=marker(colors, name), linestyle="", color=colors[name], label=name) for name in shown
+    ]  # fmt: skip
     figure.legend(handles=handles, loc="upper center", ncols=max(1, min(most, len(shown))), frameon=False)
 
 

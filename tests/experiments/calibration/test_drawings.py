@@ -11,7 +11,7 @@ from experiments.calibration import choice, drawings, page, peers_page
 from experiments.calibration.run import ARMS
 from experiments.harness.rows import Row
 from experiments.report.fronts import front
-from experiments.report.plots import Point
+from experiments.report.plots import Point, marker
 from experiments.report.real_runs import CHANGE, KL, RECOVERED, real_runs
 
 SETTINGS = {
@@ -143,3 +143,15 @@ def test_labels_cover_no_label_and_no_point_of_another(run):
             assert axis.get_xscale() == "log"
         labels = {text.get_text() for text in figure.axes[0].texts} - {""}
         assert labels == set(ARMS) - {"rounding"}
+
+
+def test_words_over_sizes_name_schemes_and_methods_that_store_more():
+    """And families are told apart without colours."""
+    found = {"rounding": 100.0, "gptq": 100.5, "low rank": 120.0, "gptq + low rank": 120.0}
+    points = [
+        ("int3_g64", Point(x, 1.0, drawings.family_of(name), "", f"{name}, int3_g64"))
+        for name, x in found.items()
+    ]
+    assert drawings.places_of(points) == {"int3_g64": 100.0, "low rank": 120.0}
+    assert len({marker(drawings.COLORS, family) for family in drawings.COLORS}) == len(drawings.COLORS)
+    assert drawings.family_of("low rank") == "low rank"
