@@ -49,12 +49,18 @@ Axes = tuple[int, ...]
 class DotGeneral:
     """`dot_general` with its recipe, for what calls its function like `jax.lax.dot_general` (flax, einsum).
 
-    seed, weight: as in `dot_general`; the seed may be an array of the program that calls this.
+    seed, weight: as in `dot_general`; the seed may be an array of the program that calls this. ValueError for another recipe or
+    weight.
     """
 
     recipe: str | Recipe
     seed: Any = None
     weight: str | None = None
+
+    def __post_init__(self) -> None:
+        recipe_of(self.recipe)
+        if self.weight is not None:
+            choice(self.weight, ("lhs", "rhs"), "weight")
 
     def __call__(
         self,

@@ -68,7 +68,8 @@ class Scale:
     #: absmax; minmax; minmax_with_zero (the range is widened to hold 0); minmax_split (the larger of -min / -qmin and
     #: max / qmax); absmax_elements (an outer scale's maximum over the elements, not over the scales).
     statistic: str = "absmax"
-    #: What the statistic maps onto: 448, 6, 127, 15, ...; 0: what a `Scheme` finds to be the largest that its element holds.
+    #: What the statistic maps onto: 448, 6, 127, 15, ...; 0: what a `Scheme` finds to be the largest that its element holds,
+    #: 2**20 at most.
     target: float = 0.0
     rule: str = "ratio"
     #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's dtype). "float64" divides in
@@ -135,7 +136,8 @@ def check_scale(record: Scale) -> None:
     _check_block(record.block)
     if record.target != 0 and not LEAST_TARGET <= record.target <= LARGEST_TARGET:
         raise ValueError(
-            f"target lies between 2**-20 and 2**20, got {record.target!r}; leave it out for the element's largest value"
+            f"target lies between 2**-20 and 2**20, got {record.target!r}; leave it out for the element's largest value, 2**20 "
+            f"where that is larger"
         )
     fmt = None if record.storage == "float32" else format_of(record.storage)
     if record.rule in POWER_RULES and record.storage != POWER_STORAGE:
@@ -193,7 +195,14 @@ BUILT_IN: dict[str, Scheme] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a tensor is stored; see the module text for the default rules and each field for other conventions."""
+    """How a tensor is stored.
+
+    Default rules: the scale is a correctly rounded division; one correctly rounded reciprocal per block multiplies every
+    element, followed by one rounding; powers of two are applied exactly; a block of zeros stores zeros; a finite input never
+    becomes NaN or infinity; and a NaN or an infinity turns its block NaN and no other. Fields beside name, element and scale
+    are other conventions; the documentation has their values, page "Arrays, formats and schemes". `ao_lab.SCHEMES` has records
+    to start from (`dataclasses.replace`).
+    """
 
     name: str
     #: Name of the element format; its record becomes its name.
@@ -338,9 +347,10 @@ def check_scheme(record: Scheme) -> None:
 
 
 def default_target(record: Scheme) -> float:
-    """The largest target with which nothing saturates: the element's limit; with a zero point its range, max - min."""
+    """The largest target with which nothing saturates: the element's limit, or 2**20, the largest target that there is; with a
+    zero point its range, max - min."""
     fmt = record.format
-    return fmt.limit - fmt.min if record.zero is not None else fmt.limit
+    return min(fmt.limit - fmt.min if record.zero is not None else fmt.limit, LARGEST_TARGET)
 
 
 def _check_outer_target(record: Scheme) -> None:
@@ -392,7 +402,8 @@ def register(record: Record) -> Record:
     Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
 
     ValueError where the name belongs to another record (names are never given anew), and for a new scheme whose target is
-    beyond what its elements hold unless its `deviations` say so; TypeError for anything else.
+    beyond what its elements hold, or whose scales have 8 bits and no outer scale, unless its `deviations` say so;
+    TypeError for anything else.
     """
     if not isinstance(record, (Format, Scheme)):
         raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
@@ -405,6 +416,7 @@ def register(record: Record) -> Record:
     if known is None:
         if isinstance(record, Scheme):
             _check_target(record)
+            _check_range(record)
         table[record.name] = record  # type: ignore[assignment]
         if isinstance(record, Scheme):
             RECORDS[record.name] = record
@@ -423,6 +435,22 @@ def _check_target(record: Scheme) -> None:
         raise ValueError(
             f"target {target:g} of {record.name} is beyond {largest:g}, the largest that {fmt.name} holds, so that a block's "
             f"largest elements saturate; leave target out, or name the saturation in deviations of the scheme if it is meant"
+        )
+
+
+def _check_range(record: Scheme) -> None:
+    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, unless `deviations` name that.
+
+    A tensor of other magnitudes than such scales hold is lost: its elements saturate, or all are 0.
+    """
+    if record.scale.storage in ("float32", POWER_STORAGE) or record.outer is not None or record.deviations:
+        return
+    storage = FORMATS[record.scale.storage]
+    if storage.kind == "float" and storage.bits <= 8:
+        raise ValueError(
+            f"scales of {record.name} lie in {storage.name}, which ends at {storage.max:g}, without an outer scale: blocks of "
+            f"other magnitudes saturate or become 0. Give outer=Scale(block='tensor', statistic='absmax_elements', "
+            f"target={record.scale.target * storage.max:g}), as nvfp4 has; or name it in deviations if it is meant"
         )
 
 

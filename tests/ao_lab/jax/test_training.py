@@ -310,6 +310,10 @@ def test_a_weight_on_the_left_is_said_or_refused():
         assert_same_bits(one, two)
     with pytest.raises(ValueError, match='give weight="lhs" if the left one is the weight'):
         jnp.einsum("BSD,CDH->CBSH", INPUTS, WEIGHT, _dot_general=DotGeneral(RECIPE))
+    with pytest.raises(ValueError, match="weight is one of lhs, rhs; got 'left'"):
+        DotGeneral(RECIPE, weight="left")
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
+        DotGeneral("mxfp9")
     # In the order of the product nothing has to be said.
     jnp.einsum("BSD,DH->BSH", INPUTS, WEIGHT[0], _dot_general=DotGeneral(RECIPE))
 

@@ -143,6 +143,33 @@ def test_a_target_that_saturates_is_registered_only_where_it_is_meant(scheme):
     assert register(replace(made, deviations=("saturates",))).scale.target == target
 
 
+def test_scales_of_8_bits_have_an_outer_scale_or_are_meant(scheme):
+    """Without one they saturate, or make all elements 0; the outer scale that the message names is right."""
+    narrow = replace(
+        SCHEMES["mxfp8_e4m3"], name="narrow", scale=replace(SCHEMES["nvfp4"].scale, target=448.0)
+    )
+    refused(
+        ValueError,
+        "float8_e4m3fn, which ends at 448, without an outer scale.*target=200704",
+        register,
+        narrow,
+    )
+    assert "narrow" not in SCHEMES
+    outer = Scale(block="tensor", statistic="absmax_elements", target=200704)
+    register(replace(narrow, name="with_outer", outer=outer))
+    assert register(replace(narrow, deviations=("saturates",))).outer is None
+    got = reference.fake_quantize(X * np.float32(1e6), "with_outer")
+    assert np.allclose(got, X * 1e6, rtol=0.07, atol=1e3)
+
+
+def test_elements_of_six_exponent_bits_have_a_target(scheme):
+    """Their largest value is beyond 2**20, the largest target."""
+    wide = register(Format(name="wide", kind="float", bits=8, exponent_bits=6, mantissa_bits=1))
+    made = Scheme(name="wide_b32", element=wide, scale=Scale(block=32))
+    assert (wide.max > 2**32, made.scale.target) == (True, 2.0**20)
+    assert np.allclose(reference.fake_quantize(X, made), X, rtol=0.25)
+
+
 def test_again_and_under_a_taken_name(scheme):
     assert register(replace(scheme)) == scheme
     assert register(replace(POSIT)) == POSIT
