@@ -5,11 +5,8 @@ elements or over the scales), whether a zero point exists (`Zero`), and in which
 One quantizer reads these records (`reference.quantize`); a convention of another project is the same record with other
 values, under its own name (`reference.schemes.conventions`), never a branch.
 
-Default schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
-reciprocal per block multiplies every element, followed by one rounding; powers of two are applied exactly; a block of zeros
-stores zeros (in `stretched2`, which has none, its smallest magnitude, -2**-127); and a finite input never becomes NaN or
-infinity: scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an
-infinity turns its block NaN and no other.
+Default schemes (no prefix in the name) follow the rules that `Scheme` states; scales have floors, and dequantization stops at
+the largest finite value. A block of zeros in `stretched2`, which has none, stores its smallest magnitude, -2**-127.
 
 `register` gives records of one's own a name. For files, and for whatever carries only text, `scheme_fields` and `scheme_from`
 convert a record to plain values (numbers, text, lists) and back, with the formats that it needs and that are not built in;
@@ -68,8 +65,7 @@ class Scale:
     #: absmax; minmax; minmax_with_zero (the range is widened to hold 0); minmax_split (the larger of -min / -qmin and
     #: max / qmax); absmax_elements (an outer scale's maximum over the elements, not over the scales).
     statistic: str = "absmax"
-    #: What the statistic maps onto: 448, 6, 127, 15, ...; 0: what a `Scheme` finds to be the largest that its element holds,
-    #: 2**20 at most.
+    #: What the statistic maps onto: 448, 6, 127, 15, ...; 0: the largest that a `Scheme`'s element holds, 2**20 at most.
     target: float = 0.0
     rule: str = "ratio"
     #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's dtype). "float64" divides in
@@ -136,8 +132,7 @@ def check_scale(record: Scale) -> None:
     _check_block(record.block)
     if record.target != 0 and not LEAST_TARGET <= record.target <= LARGEST_TARGET:
         raise ValueError(
-            f"target lies between 2**-20 and 2**20, got {record.target!r}; leave it out for the element's largest value, 2**20 "
-            f"where that is larger"
+            f"target lies between 2**-20 and 2**20, got {record.target!r}; leave it out for the element's largest value"
         )
     fmt = None if record.storage == "float32" else format_of(record.storage)
     if record.rule in POWER_RULES and record.storage != POWER_STORAGE:
@@ -197,11 +192,9 @@ BUILT_IN: dict[str, Scheme] = {}
 class Scheme:
     """How a tensor is stored.
 
-    Default rules: the scale is a correctly rounded division; one correctly rounded reciprocal per block multiplies every
-    element, followed by one rounding; powers of two are applied exactly; a block of zeros stores zeros; a finite input never
-    becomes NaN or infinity; and a NaN or an infinity turns its block NaN and no other. Fields beside name, element and scale
-    are other conventions; the documentation has their values, page "Arrays, formats and schemes". `ao_lab.SCHEMES` has records
-    to start from (`dataclasses.replace`).
+    Default rules: the scale is a correctly rounded division; a correctly rounded reciprocal per block multiplies every element,
+    then one rounding; powers of two are exact; zeros stay zeros, finite inputs finite; NaN and infinity turn their block NaN.
+    Fields beside element and scale are other conventions; values: the documentation's "Arrays, formats and schemes".
     """
 
     name: str
@@ -347,8 +340,7 @@ def check_scheme(record: Scheme) -> None:
 
 
 def default_target(record: Scheme) -> float:
-    """The largest target with which nothing saturates: the element's limit, or 2**20, the largest target that there is; with a
-    zero point its range, max - min."""
+    """The largest target with which nothing saturates: the element's limit, 2**20 at most; with a zero point max - min."""
     fmt = record.format
     return min(fmt.limit - fmt.min if record.zero is not None else fmt.limit, LARGEST_TARGET)
 
@@ -400,10 +392,8 @@ def register(record: Record) -> Record:
 
     record: a `Format`, which schemes may then name, or a `Scheme`; it comes back, so that one line makes and registers it.
     Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
-
-    ValueError where the name belongs to another record (names are never given anew), and for a new scheme whose target is
-    beyond what its elements hold, or whose scales have 8 bits and no outer scale, unless its `deviations` say so;
-    TypeError for anything else.
+    ValueError where the name belongs to another record (names are never given anew), and, unless `deviations` say so, targets
+    beyond what elements hold and scales of 8 bits without an outer one; TypeError for anything else.
     """
     if not isinstance(record, (Format, Scheme)):
         raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
@@ -426,8 +416,8 @@ def register(record: Record) -> Record:
 def _check_target(record: Scheme) -> None:
     """ValueError for a target with which the largest elements of every block saturate, unless `deviations` name that.
 
-    Half of a range of integers, as 127.5 of int8, is what other projects map a block's largest element onto. Records that are
-    not registered are not looked at: parts of recipes of training have such targets.
+    Half of a range of integers, as 127.5 of int8, is what others map a block's largest onto. Parts of recipes of training,
+    which are not registered, have such targets.
     """
     fmt, target = record.format, record.scale.target
     largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
@@ -439,18 +429,15 @@ def _check_target(record: Scheme) -> None:
 
 
 def _check_range(record: Scheme) -> None:
-    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, unless `deviations` name that.
-
-    A tensor of other magnitudes than such scales hold is lost: its elements saturate, or all are 0.
-    """
+    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, unless `deviations` name that."""
     if record.scale.storage in ("float32", POWER_STORAGE) or record.outer is not None or record.deviations:
         return
     storage = FORMATS[record.scale.storage]
     if storage.kind == "float" and storage.bits <= 8:
+        outer = f"outer=Scale(block='tensor', statistic='absmax_elements', target={record.scale.target * storage.max:g})"
         raise ValueError(
-            f"scales of {record.name} lie in {storage.name}, which ends at {storage.max:g}, without an outer scale: blocks of "
-            f"other magnitudes saturate or become 0. Give outer=Scale(block='tensor', statistic='absmax_elements', "
-            f"target={record.scale.target * storage.max:g}), as nvfp4 has; or name it in deviations if it is meant"
+            f"scales of {record.name} lie in {storage.name}, which ends at {storage.max:g}, without an outer scale: others "
+            f"saturate or are 0. Give {outer}, as nvfp4 has; or name it in deviations"
         )
 
 
