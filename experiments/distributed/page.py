@@ -13,6 +13,7 @@ from experiments.distributed.cases import (
     LARGEST,
     NEEDS_GPUS,
     RANKS,
+    REFUSED,
     SECONDS,
     SPEED,
 )
@@ -93,6 +94,11 @@ def cases_of(results: Results) -> list[tuple[str, str]]:
     return list(dict.fromkeys((r.setting, r.method) for r in results.rows if r.metric.startswith("status: ")))
 
 
+def of_outcome(results: Results, refused: bool) -> Results:
+    """The cases that are to end with an error that names the way out, or all others."""
+    return Results([row for row in results.rows if row.setting.endswith(REFUSED) == refused])
+
+
 def counted(results: Results) -> tuple[int, int]:
     """Cases that passed, and cases that ran."""
     said = [status_of(results, *case) for case in cases_of(results)]
@@ -118,7 +124,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
         (FAILURES, COUNTED[1]),
     ):
         for where, results in by_run(rows, kind).items():
-            words.append(f"{name} ({where}): {how_many(results)}.")
+            computed = of_outcome(results, refused=False)
+            words.append(f"{name} ({where}): {how_many(computed if kind == IDENTITY else results)}.")
+            if kind == IDENTITY and (refused := of_outcome(results, refused=True)).rows:
+                words.append(f"Cases that are to end with {REFUSED} and do ({where}): {how_many(refused)}.")
     for where, results in gpu_speeds(rows).items():
         if missed(results):
             words.append(f"Cases that were timed ({where}): {how_many(results)}.")

@@ -107,6 +107,18 @@ def texts_in(results: Results) -> list[str]:
     return [one for one in results.metrics if one == main or one == f"{BITS}, {OTHER_TEXT}"]
 
 
+def largest_single(singles: Sequence[Single]) -> str:
+    """The single trainings of the last setting, which is the longest, on each text."""
+    _, last, *_ = singles[-1]
+    mine = [one for one in singles if one[1] == last]
+    texts = dict.fromkeys(text for *_, gaps in mine for text in gaps)
+    words = [
+        f"on {name_of(text)} {', '.join(f'{method} {gaps[text]:+.1f}%' for _, _, method, gaps in mine if text in gaps)}"
+        for text in texts
+    ]
+    return f"one training each of {last}: {', '.join(words)}"
+
+
 def single_found(rows: Sequence[Row]) -> list[str]:
     """Every single training on a text of another kind beside its books, and what is known of the difference."""
     words = [

@@ -46,8 +46,21 @@ def findings(rows: Sequence[Row]) -> list[str]:
         return []
     where, results = found
     held = [one for run in targets_by_run(rows) if run.where == where for one in run.targets]
-    sentences = [f"{counts(held, ' targets are met, those of imports too')} ({where.run})."]
+    sentences = [f"{counts(held, ' targets are met, those of imports too')} ({where.run}){below_one(held)}."]
     return [*sentences, *(f"{words[:1].upper()}{words[1:]}." for words in ratio_words(results))]
+
+
+def below_one(held: Sequence[Target]) -> str:
+    """How many targets of a ratio lie below the baseline's speed, so that meeting them is not being as fast; "" for none."""
+    ratios = [one for one in held if one.at_least]
+    low = [one for one in ratios if one.limit < 1]
+    fast = sum(one.value is not None and one.value >= 1 for one in ratios)
+    if not low:
+        return ""
+    return (
+        f"; {len(low)} of the {len(ratios)} targets of a ratio allow less than the baseline's speed, down to "
+        f"{min(one.limit for one in low):.2f} of it, and {fast} ratios reach it"
+    )
 
 
 def ratio_words(results: Results) -> list[str]:

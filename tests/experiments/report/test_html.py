@@ -21,6 +21,7 @@ from experiments.report.content import (
     Headline,
     Section,
     Table,
+    Windows,
     brief,
     lead,
     member,
@@ -432,14 +433,16 @@ def test_a_run_of_little_text_is_a_short_one_at_any_scale():
     def of(windows, length):
         return [row(metric="windows", value=windows), row(metric="tokens of a window", value=length)]
 
-    little, enough = of(2, 512), of(8, 512)
+    little, enough = of(2, 512), of(16, 512)
     several = [replace(one, method="other") for one in little]
     assert str(windows_in([*enough, *several])) == "2 windows of 512 tokens"
     assert windows_in([row()]) is None
+    assert Windows(8, 512).few
+    assert not Windows(16, 512).few
     (where,) = by_run(little, "quality")
     assert where.run == "short run, CPU, 2 windows of 512 tokens"
     (where,) = by_run(enough, "quality")
-    assert where.run == "CPU, 8 windows of 512 tokens"
+    assert where.run == "CPU, 16 windows of 512 tokens"
     assert [runs_of(one) for one in (little, enough)] == [["short run on CPU"], ["CPU"]]
     assert Card(row(), "1", "loss", "bfloat16", rows=little).run == "short run on CPU"
     assert not Card(row(), "1", "loss", "bfloat16", rows=enough).short
