@@ -11,8 +11,8 @@ import copy
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import nn
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
-from ao_lab.measure.compare import describe, reason, refused
+from ao_lab.measure.compare import WARM, describe, reason, refused
 from ao_lab.measure.configurations import USUAL, Given, configurations
 from ao_lab.measure.evaluate import fingerprint, in_memory, name_of
 from ao_lab.measure.folders import (
@@ -60,8 +60,11 @@ from ao_lab.measure.turns import (
     input_sets,
     interleaved,
     prepare,
+    slow_threads,
     summary,
+    timed_threads,
     watch_of,
+    with_threads,
 )
 from ao_lab.quantization.api import quantize_
 from ao_lab.quantization.report import explain
@@ -82,8 +85,6 @@ PLAN = Plan(rounds=20, warmup=1, seconds=1.0, fewest=5, span=300e-6)
 COPIES = 8
 #: Calls of generate() that are timed, and calls before them that warm up; compiled ones take two, of which one records.
 ROUNDS, WARMUP = 3, {EAGER: 1, COMPILED: 2}
-#: How much slower than one thread all threads of a CPU may be before a layer is timed with one thread instead.
-SLOWER = 2.0
 #: Rows of what is not quantized, and the time of its first call once more, have these names.
 TAKEN = ("bfloat16", "float16", "float32", "float64", AGAIN)
 
@@ -140,8 +141,8 @@ def benchmark(
 
     Times are medians over rounds in which all take turns, with 20% and 80% quantiles. What cannot be applied or run has the
     status "failed" and a reason. A speedup that cannot be trusted says why (`Timed.doubt`). Layers that all threads of a CPU
-    take more than twice as long for as one thread are timed with one ("eager, 1 thread"). Memory: two dense models and a
-    quantized one, three where generate() is compiled.
+    take more than twice as long for as one thread are timed with one ("eager, 1 thread"), and generate() of all models where
+    they do so for the dense one. Memory: two dense models and a quantized one, three where generate() is compiled.
 
     ValueError for neither a model nor shapes, numbers that are none, unknown configurations with the nearest names, configs
     beside a quantized model, and `compiled` without a GPU; TypeError for what is no model.
@@ -276,7 +277,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 @dataclass
 class Work:
-    """Where things are timed, and what makes a module quantized, by name."""
+    """Where things are timed, what makes a module quantized, by name, and threads of generate(), by batch."""
 
     device: str
     makers: dict[str, Build]
@@ -285,6 +286,7 @@ class Work:
     kept: KeptTimes = field(default_factory=lambda: KeptTimes(None, {}))
     rounds: int | None = None
     parts: Parts = field(default_factory=Parts)
+    threads: dict[int, int | None] = field(default_factory=dict)
 
     def run(
         self,
@@ -397,7 +399,7 @@ class Work:
             times = interleaved(watch, timable, PLAN, graph=graph)
             if not self.device.startswith("cuda") and slow_threads(watch, spans, times):
                 mode = ALONE
-                with one_thread():
+                with with_threads(1):
                     times = interleaved(watch, timable, PLAN, graph=graph)
             repeated, base = times.pop(AGAIN), next(iter(times))
             doubts = {base: drift_of(times[base], repeated)}
@@ -453,8 +455,11 @@ class Work:
                     maker(pair[name])
                 if mode == COMPILED:
                     pair = prepared(pair, dense, stored)
-                times = self.in_turn(pair, batch, new_tokens, mode, what)
-                found = timed("generate", times, mode, (batch,), 0, {})
+                threads = self.threads_of(dense, batch, new_tokens)
+                with with_threads(threads):
+                    times = self.in_turn(pair, batch, new_tokens, mode, what)
+                shown = ALONE if threads == 1 < torch.get_num_threads() else mode
+                found = timed("generate", times, shown, (batch,), 0, {})
                 new = [row for row in found if row.name != base or not any(one.name == base for one in rows)]
                 rows += new
                 self.kept.measured(new)
@@ -469,6 +474,25 @@ class Work:
                     torch.cuda.empty_cache()
         return rows
 
+    def threads_of(self, dense: nn.Module, batch: int, new: int) -> int | None:
+        """Threads of a CPU that generate() of all models is timed with: of rows kept before, or found by the dense one."""
+        if batch not in self.threads:
+            alone = self.kept.generated_alone(batch)
+            call = partial(
+                by_transformers, dense, self.prompt(dense, batch), min(new, WARM), disable_compile=True
+            )
+            found = (
+                timed_threads(self.device, call) if alone is None else 1 if alone else torch.get_num_threads()
+            )
+            self.threads[batch] = found
+        return self.threads[batch]
+
+    def prompt(self, model: Any, batch: int) -> torch.Tensor:
+        """Random token ids, (batch, PROMPT) int64, the same in every call."""
+        random = torch.Generator().manual_seed(0)
+        count = model.get_input_embeddings().weight.shape[0]
+        return torch.randint(count, (batch, PROMPT), generator=random).to(self.device)
+
     def in_turn(
         self,
         models: Mapping[str, Any],
@@ -478,10 +502,8 @@ class Work:
         what: str = "",
     ) -> dict[str, list[float]]:
         """Seconds of a new token by each model, round by round, after calls that warm up and compile."""
-        random = torch.Generator().manual_seed(0)
-        table: Any = next(iter(models.values())).get_input_embeddings()
-        ids = torch.randint(table.weight.shape[0], (batch, PROMPT), generator=random)
-        prompt, options = ids.to(self.device), {"disable_compile": True} if mode == EAGER else {}
+        prompt = self.prompt(next(iter(models.values())), batch)
+        options = {"disable_compile": True} if mode == EAGER else {}
         times: dict[str, list[float]] = {name: [] for name in models}
         rounds = self.calls_of(mode)
         with several_compiled() if mode == COMPILED else nullcontext():
@@ -535,27 +557,6 @@ def timed(
         values = (found.median, found.low, found.high, baseline, over.median, over.low, over.high)
         rows.append(Timed(what, name, mode, shape, *values, kernels.get(name, ""), count, doubt or "", OK))
     return rows
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread of a CPU meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def slow_threads(watch: Watch, spans: Mapping[str, Span], times: Mapping[str, Sequence[float]]) -> list[str]:
-    """Of the layers of `times` those that all threads of a CPU compute far more slowly than one: the threads wait."""
-    if torch.get_num_threads() == 1:
-        return []
-    layers = {name: spans[name] for name in times if name != AGAIN}
-    with one_thread():
-        alone = {name: min(watch.seconds([one.eager] * 3)) / one.count for name, one in layers.items()}
-    return [name for name in layers if summary(times[name]).median > SLOWER * alone[name]]
 
 
 def drift_of(times: Sequence[float], again: Sequence[float]) -> str:

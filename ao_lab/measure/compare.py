@@ -75,6 +75,7 @@ from ao_lab.measure.folders import (
 )
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, out_of_memory
 from ao_lab.measure.times import FAILED, OK, SPREAD, differing, drift_of, speedup_of
+from ao_lab.measure.turns import timed_threads, with_threads
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
@@ -88,6 +89,8 @@ FILE, TABLE, PICTURE, DARK = "comparison.json", "comparison.md", "comparison.svg
 KEPT = 1 << 30
 #: Calls of generate() that are timed.
 ROUNDS = 3
+#: New tokens, at most, of the calls before them.
+WARM = 4
 #: generate() is not compiled, whatever the model's generation_config says.
 UNCOMPILED = {"disable_compile": True}
 #: Windows of a batch of calibration.
@@ -495,18 +498,32 @@ class Work:
         prompt = self.windows.ids[:1, :PROMPT].to(device)
         both = [model] if model is base else [base, model]
         for one in both:
-            by_transformers(one, prompt, min(self.new_tokens, 4), **UNCOMPILED)
-        over = most_allocated(device, lambda: by_transformers(model, prompt, self.new_tokens, **UNCOMPILED))
-        times = [
-            [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
-            for _ in range(ROUNDS)
-        ]
+            by_transformers(one, prompt, min(self.new_tokens, WARM), **UNCOMPILED)
+        threads = self.threads_of(base, prompt)
+        with with_threads(threads):
+            over = most_allocated(
+                device, lambda: by_transformers(model, prompt, self.new_tokens, **UNCOMPILED)
+            )
+            times = [
+                [by_transformers(one, prompt, self.new_tokens, **UNCOMPILED)[0] for one in both]
+                for _ in range(ROUNDS)
+            ]
         return {
+            "threads": threads,
+            "all_threads": None if threads is None else torch.get_num_threads(),
             "tokens_per_second": self.new_tokens / median(one[-1] for one in times),
             "baseline_tokens_per_second": self.new_tokens / median(one[0] for one in times),
             **speedup_of([(one[0], one[-1]) for one in times]),
             "peak_bytes": None if over is None else held_bytes(model) + over,
         }
+
+    def threads_of(self, base: nn.Module, prompt: torch.Tensor) -> int | None:
+        """Threads of a CPU that generate() of all rows is timed with: of rows kept before, or found by the model itself."""
+        kept = [row.threads for row in self.store.rows.values() if row.threads is not None]
+        if kept:
+            return kept[0]
+        call = partial(by_transformers, base, prompt, min(self.new_tokens, WARM), **UNCOMPILED)
+        return timed_threads(prompt.device, call)
 
 
 def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput, needed
-from ao_lab.intervals import ENOUGH, MEANING, half_interval, rounded, to_error
-from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes, digits, folded
+from ao_lab.intervals import ENOUGH, MEANING, half_interval, rounded
+from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes, digits, folded, told_threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,8 @@ class Compared:
     of each window. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
     whose likeliest next token is the same. windows: how many these are means over. tokens_per_second: of generate() at batch
     1; baseline_tokens_per_second: of the unquantized model, timed anew in turn with this one; speedup: the median of the
-    rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; load: the host's of the
+    rounds' ratios of the two; doubt: why it cannot be trusted, "" where nothing speaks against it; threads: of a CPU that both
+    were timed with, of the all_threads that torch uses (`ao_lab.measure.turns.timed_threads`); load: the host's of the
     last minute then, and its cores. peak_bytes: weights as they are in memory, and the most that tensors of
     generate() took beside them (`ao_lab.measure.memory.most_allocated`). seconds: what quantizing took. tasks:
     numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed
@@ -62,6 +63,8 @@ class Compared:
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
     doubt: str = ""
+    threads: int | None = None
+    all_threads: int | None = None
     load: float | None = None
     cores: int | None = None
     peak_bytes: int | None = None
@@ -116,12 +119,12 @@ COLUMNS = (
     "configuration", "layers", "layout", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
     "baseline tokens/s", "speedup", "peak MB",
 )  # fmt: skip
-#: Those of the two tables of a terminal, and how long a name is there.
+#: Those of the two tables of a terminal; how many letters fit there, and how long a name is, at most and at least.
 LOSSES = ("MB", "perplexity", "loss change", "KL")
 COSTS = ("layers", "bits/param", "tokens/s", "baseline tokens/s", "speedup", "peak MB")
-NARROW, NARROWER = 28, 20
+WIDTH, NARROW, NARROWER = 80, 28, 16
 #: Short names of columns there.
-SHORT = {"bits/param": "bits", "baseline tokens/s": "baseline"}
+SHORT = {"baseline tokens/s": "baseline"}
 #: By how many percent a configuration's perplexity may be known to be higher at most, where it is to be called best.
 TOLERANCE = 1.0
 #: What stands between a change of a configuration and its first reason.
@@ -192,21 +195,19 @@ class Comparison:
     def tables(self, width: int = NARROW) -> list[list[list[str]]]:
         """The same in two tables of at most 80 columns, losses and then sizes and speeds, and one of tasks where there are any.
 
-        A name of more than `width` letters goes on in a line of its own.
+        A name of more than `width` letters, or than there is room for, goes on in a line of its own.
         """
         head, *rows = self.table()
         own = [name for name in head if name not in COLUMNS]
         parts = [[head[0], *(name for name in names if name in head)] for names in (LOSSES, COSTS, own)]
         at = {name: number for number, name in enumerate(head)}
         short = [SHORT.get(name, name) for name in head]
-        return [
-            folded(
-                [[line[at[name]] for name in names] for line in (short, *rows)],
-                min(width, NARROWER) if names is parts[1] else width,
-            )
+        made = [
+            [[line[at[name]] for name in names] for line in (short, *rows)]
             for names in parts
             if len(names) > 1
         ]
+        return [folded(lines, max(NARROWER, min(width, WIDTH - _beside(lines)))) for lines in made]
 
     def to_markdown(self) -> str:
         """The table, which configuration is best, and what the table holds for."""
@@ -323,9 +324,12 @@ class Comparison:
         if not (new := self.conditions.get("new_tokens")):
             return []
         peak = any(row.peak_bytes is not None for row in self.rows)
+        used = {(row.threads, row.all_threads) for row in self.rows if row.threads and row.all_threads}
+        threads = "".join(f", {told_threads(count, every)}" for count, every in sorted(used))
         return [
             "bits/param: bits of the files over all parameters, embeddings too. tokens/s: generate(), batch 1, "
-            f"{new} new tokens, not compiled; baseline: of the unquantized model, timed in turn; speedup: over that."
+            f"{new} new tokens, not compiled{threads}; baseline: of the unquantized model, timed in turn; speedup: over the "
+            "baseline, the median of the rounds' ratios, which need not be the ratio of the two columns."
             + " peak MB: weights as they are in memory, and the most that tensors of generate() took beside them."
             * peak
         ]
@@ -445,7 +449,7 @@ def _cells(row: Compared) -> list[str]:
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
         rounded(row.difference, row.half_difference, sign=True),
-        to_error(row.kl, half_interval(row.kl_stderr, row.windows)),
+        rounded(row.kl, half_interval(row.kl_stderr, row.windows)),
         "-" if row.tokens_per_second is None else digits(row.tokens_per_second),
         "-" if row.baseline_tokens_per_second is None else digits(row.baseline_tokens_per_second),
         _text("{:.2f}x", row.speedup) + (NOISY if row.doubt else ""),
@@ -459,6 +463,11 @@ def _metric(row: Compared, task: str, name: str) -> str:
     error, count = found.get(f"{name}{STDERR}"), found.get(EXAMPLES)
     half = half_interval(error if isinstance(error, float) else None, None if count is None else int(count))
     return rounded(found.get(name), half)
+
+
+def _beside(lines: Sequence[Sequence[str]]) -> int:
+    """Letters that a table needs beside its first column, two between columns."""
+    return sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[1:])
 
 
 def _text(form: str, *values: Any) -> str:

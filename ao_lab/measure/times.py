@@ -26,7 +26,11 @@ NOISY = " (noisy)"
 DISAGREE = "its rounds disagree (20% and 80% quantiles: --json); end other work, or time more rounds"
 #: The mode of layers that one thread of a CPU computes far faster than all of them together, and how doubts begin that are
 #: of the baseline.
-ALONE, DRIFT = "eager, 1 thread", "the unquantized layer, timed once more at the end of each round"
+EAGER, ALONE, DRIFT = (
+    "eager",
+    "eager, 1 thread",
+    "the unquantized layer, timed once more at the end of each round",
+)
 #: What is said of all doubts of a kind, by their beginnings.
 KINDS = {
     "the baseline took": "the baseline took far longer in its rounds than beside another configuration; end other work",
@@ -161,6 +165,14 @@ def speedup_of(rounds: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def told_threads(count: int, every: int) -> str:
+    """How many threads of a CPU timed something, and why not all of them."""
+    if count < every:
+        why = "they wait for each other or for other programs"
+        return f"timed with one thread, as {every} threads take more than twice as long: {why}"
+    return f"timed with {count} thread{'s' * (count != 1)}"
+
+
 #: Columns of the two tables.
 LAYERS = ("tokens x outputs x inputs", "configuration", "mode", "time", "speedup", "kernel", "layers")
 GENERATE = ("batch", "configuration", "mode", "time a token", "baseline", "tokens/s", "speedup")
@@ -241,7 +253,12 @@ class Benchmark:
             f"On {device}: medians of rounds, all in turn (20% and 80% quantiles: --json). speedup: of what is not quantized "
             "(baseline) over this one, the median of the rounds' ratios."
         )
-        alone = list(dict.fromkeys(row.place for row in self.rows if row.mode == ALONE))
+        slow = [row for row in self.rows if row.mode == ALONE]
+        alone = list(
+            dict.fromkeys(
+                row.place if row.what == "linear" else f"generate() of batch {row.place}" for row in slow
+            )
+        )
         told += (
             f" {', '.join(alone)}: timed with one thread, as {threads} threads take more than twice as long there: they wait "
             "for each other or for other programs."
@@ -399,10 +416,22 @@ class KeptTimes:
 
     def generated(self, batch: int, mode: str, name: str) -> list[Timed]:
         """The row of a configuration's generate(), where it was timed."""
-        key = ("generate", name, mode, (batch,))
+        modes = (mode, ALONE) if mode == EAGER else (mode,)
+        key = ("generate", name, (batch,), OK)
         return [
-            row for row in self.rows if (row.what, row.name, row.mode, row.shape) == key and row.status == OK
+            row
+            for row in self.rows
+            if (row.what, row.name, row.shape, row.status) == key and row.mode in modes
         ]
+
+    def generated_alone(self, batch: int) -> bool | None:
+        """Whether generate() of this batch was timed with one thread of a CPU, by what is kept of it; None for nothing kept."""
+        modes = {
+            row.mode
+            for row in self.rows
+            if row.what == "generate" and row.shape == (batch,) and row.status == OK
+        }
+        return ALONE in modes if modes & {EAGER, ALONE} else None
 
 
 __all__ = ["Benchmark", "Timed"]

@@ -61,6 +61,8 @@ Times = dict[str, list[float]]
 L2_BYTES = 60_000_000
 #: Written between calls to empty the L2: several times its size.
 FLUSH_BYTES = 256 * 2**20
+#: How much slower than one thread all threads of a CPU may be before work is timed with one thread instead.
+SLOWER = 2.0
 #: The name under which the first call of a round is timed once more, and the metric of that over its first time.
 AGAIN, REPEAT = "again", "time again over the first"
 
@@ -182,6 +184,38 @@ class Uncaptured:
 def watch_of(device: str) -> Watch:
     """The watch of a device."""
     return CudaWatch() if device == "cuda" else HostWatch()
+
+
+@contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """torch computes with so many threads of a CPU meanwhile; None: with as many as it does."""
+    threads = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(threads)
+
+
+def timed_threads(device: str | torch.device, call: Call) -> int | None:
+    """With how many threads of a CPU a call, and what it is compared with, is timed; None on other devices.
+
+    All that torch uses, or one where all together take more than SLOWER times as long for the call as one alone: they wait
+    for each other or for other programs then. The quicker of two calls counts, after one that warms up.
+    """
+    threads = torch.get_num_threads()
+    if torch.device(device).type != "cpu":
+        return None
+    if threads == 1:
+        return 1
+    watch = HostWatch()
+    call()
+    together = min(watch.seconds([call] * 2))
+    with with_threads(1):
+        alone = min(watch.seconds([call] * 2))
+    return 1 if together > SLOWER * alone else threads
 
 
 @dataclass(frozen=True)
@@ -313,3 +347,13 @@ def interleaved(watch: Watch, spans: Mapping[str, Span], plan: Plan, *, graph: b
         return sum(seconds), a_call(spans, order, seconds)
 
     return in_rounds(spans, plan, one_round)
+
+
+def slow_threads(watch: Watch, spans: Mapping[str, Span], times: Mapping[str, Sequence[float]]) -> list[str]:
+    """Of the layers of `times` those that all threads of a CPU compute far more slowly than one: the threads wait."""
+    if torch.get_num_threads() == 1:
+        return []
+    layers = {name: spans[name] for name in times if name != AGAIN}
+    with with_threads(1):
+        alone = {name: min(watch.seconds([one.eager] * 3)) / one.count for name, one in layers.items()}
+    return [name for name in layers if summary(times[name]).median > SLOWER * alone[name]]

@@ -33,7 +33,7 @@ from ao_lab.cli.terminal import say
 from ao_lab.config.base import SchemeConfig
 from ao_lab.install.extras import needed
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, synchronize
-from ao_lab.measure.turns import recorded
+from ao_lab.measure.turns import recorded, timed_threads, with_threads
 from experiments.decode.configs import (
     BASE,
     CONFIGS,
@@ -148,6 +148,8 @@ PROMPT = {"quick": 16, "full": 128}
 NEW = {"quick": 8, "full": 32}
 #: Timed calls of each, in turn with the dense model.
 ROUNDS = 3
+#: New tokens, at most, of the calls that find how many threads of a CPU all models are timed with.
+WARM = 4
 #: Metrics of speeds over the dense model in turn: the median of the rounds' ratios and its ends, of both loops.
 OVER_OWN, OVER_LIBRARY = "speedup of the own loop", "speedup of generate()"
 LOWEST, HIGHEST = ", lowest", ", highest"
@@ -303,8 +305,9 @@ def generation(here: Here, model: nn.Module, batch: int) -> Values:
     for one, mine in both:
         _, _, tokens = mine.generate()
         _, theirs = by_transformers(one, prompt, new)
-    over = most_allocated(prompt.device, loop.generate)
-    rounds = [[round_of(one, mine, prompt, new) for one, mine in both] for _ in range(ROUNDS)]
+    with with_threads(timed_threads(prompt.device, lambda: by_transformers(base, prompt, min(new, WARM)))):
+        over = most_allocated(prompt.device, loop.generate)
+        rounds = [[round_of(one, mine, prompt, new) for one, mine in both] for _ in range(ROUNDS)]
     firsts, rests, wholes, first_wholes = (median(one[-1][at] for one in rounds) for at in range(4))
     found: Values = {
         "tokens/s, generate()": (batch * new / wholes, "tokens/s"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated
+from ao_lab.measure.turns import timed_threads, with_threads
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.harness.measuring import Values
 
@@ -59,7 +60,8 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
     fewer or more. base: the dense model (it may be the same), timed in turn with this one. A call of few tokens warms each up,
-    one is measured for its memory, and ROUNDS of each are timed: medians, and of the rounds' ratios also the ends.
+    one is measured for its memory, and ROUNDS of each are timed: medians, and of the rounds' ratios also the ends. Both are
+    timed with the same threads of a CPU, those that the dense model is computed by sensibly (`timed_threads`).
     """
     device = next(model.parameters()).device
     ids = prompt[:, :SHORT].to(device)
@@ -67,8 +69,9 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     with as_loaded(*both):
         for one in both:
             by_transformers(one, ids, min(new, WARM))
-        over = most_allocated(device, lambda: by_transformers(model, ids, new))
-        found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
+        with with_threads(timed_threads(device, lambda: by_transformers(base, ids, min(new, WARM)))):
+            over = most_allocated(device, lambda: by_transformers(model, ids, new))
+            found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
     if over is None:
         return found
     return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}

@@ -11,9 +11,9 @@ from torch import nn
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.cli.terminal import kept_in
-from ao_lab.measure.benchmark import Work, drift_of, kernel_of, layers_of, slow_threads, timed
+from ao_lab.measure.benchmark import Work, drift_of, kernel_of, layers_of, timed
 from ao_lab.measure.times import Benchmark, KeptTimes, Timed, doubt_of, duration
-from ao_lab.measure.turns import HostWatch, Plan, Span
+from ao_lab.measure.turns import HostWatch, Plan, Span, slow_threads, with_threads
 from fast.gemm.choose import Range
 from tests.support.models.hf_models import save_llama
 
@@ -361,6 +361,7 @@ def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatc
         benchmark(folder / "base", **given)
     before = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
     monkeypatch.setattr(Work, "in_turn", real)
+    monkeypatch.setattr("ao_lab.measure.benchmark.timed_threads", lambda *_: pytest.fail("kept rows say it"))
     seen = []
     found = benchmark(folder / "base", **given, progress=lambda *at: seen.append(at))
     assert [row["seconds"] for row in before] == [row.seconds for row in found.of("generate")[: len(before)]]
@@ -416,3 +417,25 @@ def test_what_a_stopped_command_says(tmp_path):
     assert kept_in(tmp_path, "benchmark.json").startswith("nothing was measured yet")
     (tmp_path / "benchmark.json").touch()
     assert "what was measured is in" in kept_in(tmp_path, "benchmark.json")
+
+
+def test_generate_is_timed_with_the_threads_that_the_dense_model_needs(folder, tmp_path, monkeypatch):
+    """One for all models where all threads wait for each other; the mode and the note say so, and a resumed call keeps it."""
+    used = []
+    monkeypatch.setattr("ao_lab.measure.benchmark.timed_threads", lambda *_: 1)
+    monkeypatch.setattr(Work, "layers", lambda *_: [])
+
+    def in_turn(self, models, *more):
+        used.append(torch.get_num_threads())
+        return {name: [1.0, 1.0] for name in models}
+
+    monkeypatch.setattr(Work, "in_turn", in_turn)
+    given = {"batch": [1], "new_tokens": 2, "device": "cpu", "out": tmp_path}
+    with with_threads(2):
+        found = benchmark(folder / "base", configs=["nf4"], **given)
+        monkeypatch.setattr("ao_lab.measure.benchmark.timed_threads", lambda *_: 2)
+        found = benchmark(folder / "base", configs=["nf4", "int8_rowwise"], **given)
+    assert used == [1, 1]
+    assert {row.mode for row in found.of("generate")} == {"eager, 1 thread"}
+    assert [row.name for row in found.of("generate")] == ["bfloat16", "nf4", "int8_rowwise"]
+    assert any("generate() of batch 1: timed with one thread, as 2 threads" in note for note in found.notes)

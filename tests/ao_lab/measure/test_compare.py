@@ -89,6 +89,9 @@ def test_speed_and_memory_are_measured(folder, found):
         assert row.tokens_per_second > 0
         assert row.baseline_tokens_per_second > 0
         assert row.peak_bytes > row.bytes
+        assert 1 <= row.threads <= row.all_threads == torch.get_num_threads()
+    assert len({row.threads for row in found[0].rows[:4]}) == 1
+    assert "not compiled, timed with " in " ".join(found[0].notes)
     assert "peak MB" in found[0].table()[0]
     assert found[0].rows[0].speedup == 1
 
@@ -605,3 +608,5 @@ def test_tables_of_a_terminal_have_80_columns():
     assert "Float8DynamicActivation" in text
     assert "  Float8WeightConfig" in text
     assert "-0.00051 ± 0.00064" in text
+    assert "0.001234 ± 0.000024" in text
+    assert "bits/param" in text

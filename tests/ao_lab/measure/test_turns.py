@@ -17,7 +17,7 @@ import experiments
 from ao_lab.measure import turns
 from ao_lab.measure import turns as capture
 from ao_lab.measure.memory import Peak, most_allocated, resident
-from ao_lab.measure.turns import recorded
+from ao_lab.measure.turns import HostWatch, recorded, timed_threads, with_threads
 from experiments.harness.bench import spread
 from tests.experiments.harness.tiny import FakeWatch
 
@@ -230,3 +230,22 @@ def test_what_the_allocator_kept_of_earlier_work_counts():
     assert over is not None
     assert over >= 0.8 * sum(one.nbytes for one in held)
     assert last.numel() == 64
+
+
+def test_work_is_timed_with_one_thread_where_all_of_a_cpu_wait_for_each_other(monkeypatch):
+    """Twice as long with all is the limit; what is called sees the threads, and those of before come back."""
+    threads, seen = [2], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    costs = {1: 1.0}
+    monkeypatch.setattr(HostWatch, "seconds", lambda self, calls: [costs[threads[-1]] for call in calls])
+    for together, count in ((0.6, 2), (2.0, 2), (2.1, 1)):
+        costs[2] = together
+        assert timed_threads("cpu", lambda: seen.append(threads[-1])) == count
+        assert threads[-1] == 2
+    assert seen == [2, 2, 2]
+    threads.append(1)
+    assert timed_threads("cpu", print) == 1
+    assert timed_threads("cuda", print) is None
+    with with_threads(None):
+        assert threads[-1] == 1
