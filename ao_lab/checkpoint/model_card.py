@@ -41,7 +41,7 @@ from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
 from ao_lab.checkpoint.plain_readers import grouped
 from ao_lab.checkpoint.records import Records, Weight
-from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
+from ao_lab.config.compressed_tensors import common_name, element_name, short_name, unserved
 from ao_lab.config.recipe import Recipe
 from ao_lab.eval import told_values
 from ao_lab.install.versions import __version__, address
@@ -159,8 +159,9 @@ TEXTS = {"sympy-": "Python source code of SymPy, the default of `ao-lab eval`"}
 #: What plain readers do with packed weights.
 PLAIN_SPEED = (
     "transformers dequantizes the weights when loading, or at the first forward pass: the files are smaller, but the model in "
-    "memory is neither smaller nor faster. Servers with kernels for the format, such as vLLM, compute with the stored weights."
+    "memory is neither smaller nor faster."
 )
+SERVED = " Servers with kernels for the format, such as vLLM, compute with the stored weights."
 CONDITIONS = {
     "windows": "sequences", "length": "tokens per sequence", "windows_begin_with": "each sequence starts with",
     "tokens": "predicted tokens", "device": "device", "against": "base model",
@@ -434,7 +435,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             f"{span(name)} is this folder; on the Hub put its repository there, owner/name.",
             "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
-            PLAIN_SPEED,
+            PLAIN_SPEED + ("" if _refused(weights) else SERVED),
             "With vLLM:",
             _served(contents, weights, name),
             "With ao_lab, which keeps the weights quantized in memory:",
@@ -515,18 +516,21 @@ def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
     if not is_served(contents.config):
         kind = architecture_of(contents.config) or "this model"
         return f"vLLM does not list {kind} among its models for text generation."
-    if not all(map(_has_served_format, weights)):
-        return "vLLM does not list kernels for all of these formats."
+    if refused := _refused(weights):
+        return f"vLLM lists no kernel for {refused}."
     return code("sh", f"vllm serve {shlex.quote(one_line(name))}")
 
 
-def _has_served_format(weight: Weight) -> bool:
-    """Whether vLLM lists a kernel for a weight's format."""
-    bits = weight.meta.recipe.weight.format.bits
-    return any(weight.format == known.name and bits in known.served_bits for known in FORMATS)
+def _refused(weights: Iterable[Weight]) -> str:
+    return "; ".join(sorted({refused for weight in weights if (refused := unserved(weight.meta.recipe))}))
+
+
+def unserved_weights(folder: Path) -> str:
+    """What vLLM lists no kernel for in a folder of layout compressed-tensors, in words; "" where it lists one for each."""
+    return _refused(records_of(look_at(folder)).weights.values())
 
 
 __all__ = [
     "CARD", "CONFIG", "RESULTS", "SERVED_ARCHITECTURES", "TASKS", "architecture_of", "card_beside", "is_ours",
-    "loader_of", "model_card", "with_results", "write_card",
+    "loader_of", "model_card", "unserved_weights", "with_results", "write_card",
 ]  # fmt: skip

@@ -210,7 +210,7 @@ def quantize(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize a Hugging Face model; the result loads in transformers and vLLM."""
+    """Quantize a Hugging Face model; the result loads in transformers, and in vLLM where it has kernels."""
     from ao_lab.cli.early import check_quantize
     from ao_lab.cli.terminal import check_new_folder, whole_or_nothing, work
 

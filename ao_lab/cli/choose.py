@@ -223,7 +223,7 @@ def run_plan(
         base_folder=source,
         history=history_of(model),
     )
-    told = {**where.told(saved.limits), "tensors": tensors, "beside": files, "plan": choice.heading()}
+    told = {**where.told(saved.limits, target), "tensors": tensors, "beside": files, "plan": choice.heading()}
     quantize.show(report, saved, before, SkippedLayers(None), told, as_json)
 
 

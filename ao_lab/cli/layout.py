@@ -108,15 +108,26 @@ class SelectedLayout:
             own = replace(self, layout=OWN, reasons=(*self.reasons, plain(str(error))))
             return own, write_model(model, target, OWN, beside=beside)
 
-    def told(self, limits: Sequence[str]) -> dict[str, Any]:
-        """What is to be known of the folder."""
+    def told(self, limits: Sequence[str], target: Path) -> dict[str, Any]:
+        """What is to be known of the folder that was written."""
         return {
             "layout": self.layout,
-            "readers": READERS[self.layout],
+            "readers": readers_of(self.layout, target),
             "changes": list(self.changes),
             "reasons": list(self.reasons),
             "limits": list(limits),
         }
+
+
+def readers_of(layout: str, target: Path) -> str:
+    """Who loads a folder; of vLLM what it lists no kernel for."""
+    from ao_lab.checkpoint.model_card import unserved_weights
+
+    refused = unserved_weights(target) if layout == COMPRESSED else ""
+    if not refused:
+        return READERS[layout]
+    transformers, _, _ = READERS[layout].partition(" and in vLLM")
+    return f"{transformers}, without ao_lab; vLLM lists no kernel for {refused}"
 
 
 def undivided_note(layers: Sequence[Layer], config: Config) -> str:

@@ -237,7 +237,7 @@ def run_quantize(
         + (calibration.command() if calibration is not None and calibrates else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
-    told = {**plan.told(saved.limits), "tensors": tensors, "beside": files}
+    told = {**plan.told(saved.limits, target), "tensors": tensors, "beside": files}
     told["undivided"] = undivided_note(report.layers, plan.config)
     notes = (*plan.reasons, *plan.changes, *saved.limits)
     write_card(

@@ -158,6 +158,19 @@ FORMATS = (
 )
 
 
+#: Group sizes of packed integers that vLLM's kernels (Marlin) take; -1: one scale a row.
+SERVED_GROUPS = (-1, 32, 64, 128)
+
+
+def unserved(recipe: Recipe) -> str:
+    """What vLLM lists no kernel for in a recipe, in words; "" where it lists one."""
+    known, weight = format_of(recipe), recipe.weight
+    if known is None or weight.format.bits not in known.served_bits:
+        return common_name(recipe)
+    groups = known.name == "pack-quantized" and weight.scale.block not in SERVED_GROUPS
+    return f"{common_name(recipe)} (its kernels take 32, 64, 128 or whole rows)" if groups else ""
+
+
 # QuantizationArgs of compressed-tensors for the scheme of a weight or of an input.
 
 #: Storage of scales as compressed-tensors names it; float32 is its default.

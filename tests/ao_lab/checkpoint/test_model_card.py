@@ -35,6 +35,7 @@ from ao_lab.checkpoint.model_card import (
     is_ours,
     loader_of,
     model_card,
+    unserved_weights,
     with_results,
 )
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
@@ -121,7 +122,10 @@ def test_a_card_of_our_layout(tmp_path):
 
 def test_formats_that_are_not_served(tmp_path):
     saved(tmp_path / "a", "int3_g32_cast")
-    assert "vLLM does not list kernels" in model_card(tmp_path / "a")
+    card = model_card(tmp_path / "a")
+    assert "vLLM lists no kernel for W3A16 INT3, group size 32." in card
+    assert "such as vLLM" not in card
+    assert unserved_weights(tmp_path / "a") == "W3A16 INT3, group size 32"
     model = small_model()
     quantize_(
         model,

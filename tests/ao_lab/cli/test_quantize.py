@@ -376,6 +376,16 @@ def quantized_json(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("int3_g32", "W3A16 INT3, group size 32"), ("int4_g16", "W4A16 INT4, group size 16 (its kernels take")],
+)
+def test_weights_that_vllm_has_no_kernel_for_are_named(capsys, folder, tmp_path, config, said):
+    readers = quantized_json(capsys, folder, tmp_path / "a", "--config", config)["readers"]
+    assert f"without ao_lab; vLLM lists no kernel for {said}" in readers
+    assert "and in vLLM" not in readers
+
+
 def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_path):
     made = quantized_json(capsys, folder, tmp_path / "a", "--config", "Int8DynamicActivationInt8WeightConfig")
     assert made["layout"] == "compressed-tensors"
