@@ -193,9 +193,12 @@ def check_name(name: str) -> None:
 
 
 def fitting_configs(word: str) -> list[str]:
-    """Configurations that a word means: those whose names hold it (int4, float8), or whose bits it says (W4A16)."""
+    """Configurations that a word means: those whose names hold it (int4, float8), or whose bits it says (W4A16); what ends as a
+    whole name does is a name, and no word."""
     from reference.arrays.namespace import spelled_out
 
+    if word.endswith("Config"):
+        return []
     asked = spelled_out(word)
     return [
         name

@@ -71,6 +71,7 @@ from ao_lab.measure.folders import (
     evaluating,
     loaded,
     on_device,
+    vocabulary_of,
     windows_for,
 )
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, out_of_memory
@@ -414,7 +415,8 @@ class Work:
     def row(self, name: str, config: Any, base: Remembered) -> Compared:
         """One configuration; its status where it cannot be applied or run. Errors of the model itself are raised."""
         if name == BASE:
-            return self.measure(name, base.model, base, written_as(base.model))
+            row = self.measure(name, base.model, base, written_as(base.model))
+            return replace(row, vocabulary=vocabulary_of(base.model))
         try:
             self.say("loading" if isinstance(config, Path) else "quantizing")
             started = time.perf_counter()

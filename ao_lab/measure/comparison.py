@@ -40,7 +40,7 @@ class Compared:
     generate() took beside them (`ao_lab.measure.memory.most_allocated`). seconds: what quantizing took. tasks:
     numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed
     unquantized, by reason. differs: that weights of a folder are others than the unquantized model's. changes: in what the
-    configuration differs from the one that the name says.
+    configuration differs from the one that the name says. vocabulary: tokens of the unquantized model, in its row alone.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Compared:
     changes: str = ""
     differs: str = ""
     reason: str = ""
+    vocabulary: int | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -127,6 +128,8 @@ WIDTH, NARROW, NARROWER = 80, 28, 16
 SHORT = {"baseline tokens/s": "baseline"}
 #: By how many percent a configuration's perplexity may be known to be higher at most, where it is to be called best.
 TOLERANCE = 1.0
+#: So many times its vocabulary is a perplexity that tells nothing; models that are not trained have about once.
+GUESSING = 2
 #: What stands between a change of a configuration and its first reason.
 BECAUSE = ", because "
 
@@ -222,7 +225,7 @@ class Comparison:
 
         It is the smallest of those whose perplexity is higher than the unquantized model's by at most `tolerance` percent at
         the upper end of the 95% interval of the paired difference, so that a wide interval is no merit; where there is none,
-        that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named.
+        that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named, nor where the unquantized model guesses.
         """
         return self._best_of(self.rows[1:])
 
@@ -234,6 +237,12 @@ class Comparison:
 
     def _best_of(self, rows: Sequence[Compared]) -> tuple[Compared | None, str]:
         """`choice` among some rows."""
+        base = next(iter(self.rows), Compared(""))
+        if base.loss is not None and base.vocabulary and base.loss > math.log(GUESSING * base.vocabulary):
+            return None, (
+                f"the unquantized model's perplexity is {base.perplexity:.3g}, worse than guessing among {base.vocabulary} "
+                "tokens, so that losses tell nothing; give a text that it knows, or look at its weights and tokenizer"
+            )
         known = [one for one in rows if math.isfinite(worst(one))]
         windows = min((one.windows or 0 for one in rows if one.difference is not None), default=None)
         if windows is None:

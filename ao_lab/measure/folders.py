@@ -316,10 +316,15 @@ def check_language_model(model: nn.Module, folder: Path | str) -> None:
         )
 
 
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Rows of a model's table of tokens; None where it has none that it names."""
+    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    return None if table is None else int(table.weight.shape[0])
+
+
 def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path | str) -> None:
     """WrongInput where the tokenizer makes tokens that the model lacks."""
-    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    size = None if table is None else table.weight.shape[0]
+    size = vocabulary_of(model)
     if size is not None and int(ids.max()) >= size:
         raise WrongInput(
             f"the tokenizer of {folder} makes token ids up to {int(ids.max())}, the model's embedding has {size} rows; "

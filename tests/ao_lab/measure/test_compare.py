@@ -535,6 +535,11 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     few = Comparison("m", (rows[0], compared("a", 0.0, 0.1, 40, windows=7)), CONDITIONS)
     assert few.best.startswith("Best: 7 windows cannot tell; measure 8 or more")
     assert Comparison("m", (rows[0],), CONDITIONS).best == ""
+    guessing = replace(rows[0], loss=12.0, vocabulary=49152)
+    assert Comparison("m", (replace(guessing, loss=11.0), *rows[1:]), {}).choice[0] is rows[1]
+    assert "Best: the unquantized model's perplexity is 1.63e+05, worse than guessing among 49152 tokens" in (
+        Comparison("m", (guessing, *rows[1:]), {}).best
+    )
     # Layers that stayed are in the label. Without losses of windows these alone say what is drawn as better, with them the
     # differences of two configurations: b differs from d by nothing but noise.
     assert "c (6 of 8 layers)" in {one.name for one in found.points()}
