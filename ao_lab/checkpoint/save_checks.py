@@ -63,7 +63,8 @@ def _unfinished(module: nn.Module) -> str | None:
     """Why a module's weights are not what it computes with; None where they are."""
     kind = type(module)
     if isinstance(module, LoRALinear):
-        return f"adapters on a frozen weight; step='convert' merges them: {CONVERT}"
+        apart = "or save ao_lab.lora_state_dict(model), which keeps them apart"
+        return f"adapters on a frozen weight; step='convert' merges them: {CONVERT}; {apart}"
     if isinstance(module, SparseLinear):
         return "trains with a sparse weight; call finish_sparsity_(model) first"
     if isinstance(module, QATModule):
