@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.terminal import WrongInput, console
-from ao_lab.measure.comparison import COMPRESSED, OWN, READERS
+from ao_lab.measure.comparison import COMPRESSED, OWN, clients_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,11 +123,7 @@ def readers_of(layout: str, target: Path) -> str:
     """Who loads a folder; of vLLM what it lists no kernel for."""
     from ao_lab.checkpoint.model_card import unserved_weights
 
-    refused = unserved_weights(target) if layout == COMPRESSED else ""
-    if not refused:
-        return READERS[layout]
-    transformers, _, _ = READERS[layout].partition(" and in vLLM")
-    return f"{transformers}, without ao_lab; vLLM lists no kernel for {refused}"
+    return clients_of(layout, unserved_weights(target) if layout == COMPRESSED else "")
 
 
 def undivided_note(layers: Sequence[Layer], config: Config) -> str:

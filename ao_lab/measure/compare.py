@@ -22,7 +22,9 @@ from torch import nn
 from ao_lab.calibration.methods import ordered
 from ao_lab.checkpoint.api import LAYOUTS
 from ao_lab.checkpoint.io.files import write_text
+from ao_lab.checkpoint.model_card import unserved_weights
 from ao_lab.checkpoint.size import Written, written_as
+from ao_lab.config.compressed_tensors import unserved
 from ao_lab.eval import (
     NAMED,
     Harness,
@@ -37,7 +39,7 @@ from ao_lab.eval import (
 from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.base_weights import other_weights
-from ao_lab.measure.comparison import TOLERANCE, Compared, Comparison
+from ao_lab.measure.comparison import COMPRESSED, TOLERANCE, Compared, Comparison
 from ao_lab.measure.configurations import (
     BASE,
     USUAL,
@@ -425,7 +427,8 @@ class Work:
             files = files_of(config) if isinstance(config, Path) else written_as(model, self.layout)
             row = self.measure(name, model, base, files, seconds)
             differs = other_weights(model, base.model) if isinstance(config, Path) else ""
-            return replace(row, left=left, changes=self.changes.get(name, ""), differs=differs)
+            why = unserved_of(model, config) if files.layout == COMPRESSED else ""
+            return replace(row, left=left, changes=self.changes.get(name, ""), differs=differs, unserved=why)
         except Exception as error:
             if not refused(error):
                 raise
@@ -526,6 +529,14 @@ class Work:
             return kept[0]
         call = partial(by_transformers, base, prompt, min(self.new_tokens, WARM), **UNCOMPILED)
         return timed_threads(prompt.device, call)
+
+
+def unserved_of(model: nn.Module, source: Any) -> str:
+    """What vLLM lists no kernel for in a model's files, in words, as their card says; source: their folder, if there is one."""
+    if isinstance(source, Path):
+        return unserved_weights(source)
+    weights = (one for one in model.parameters() if isinstance(one, QuantizedTensor))
+    return "; ".join(sorted({why for one in weights if (why := unserved(one.recipe))}))
 
 
 def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Compared:
 
     status: "ok", or "failed", and why (reason). layers, of_layers: linear layers that are quantized, and all of them. bytes:
     of all tensors in the files that `save_pretrained` writes; layout: that of the files, "" of the unquantized model;
+    unserved: what vLLM lists no kernel for in compressed-tensors' layout, "" where it lists one for each weight;
     bits_per_parameter: these bytes over all parameters. loss: nats per token, mean over windows, with its standard error;
     difference: from the unquantized model on the same windows, with the standard error of the paired difference; differences:
     of each window. kl: KL divergence from its predictions. A single window has no standard errors. agreement: share of tokens
@@ -49,6 +50,7 @@ class Compared:
     of_layers: int | None = None
     bytes: int | None = None
     layout: str = ""
+    unserved: str = ""
     bits_per_parameter: float | None = None
     loss: float | None = None
     loss_stderr: float | None = None
@@ -103,6 +105,11 @@ class Compared:
         return self.difference - half, self.difference + half
 
 
+def is_far(row: Compared) -> bool:
+    """Whether a row predicts something else than the unquantized model: the lower end of its KL's 95% interval is over FAR."""
+    return row.kl is not None and row.kl - (half_interval(row.kl_stderr, row.windows) or 0.0) > FAR
+
+
 def worst(row: Compared) -> float:
     """The upper end of the 95% interval of a row's difference, in nats per token; infinity where there is none."""
     interval = row.difference_interval
@@ -112,9 +119,18 @@ def worst(row: Compared) -> float:
 #: The two layouts of `save_pretrained`, and who reads each.
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"
 READERS = {
-    COMPRESSED: "loads in transformers (with compressed-tensors installed) and in vLLM, without ao_lab",
+    COMPRESSED: "loads in transformers (with compressed-tensors installed){}, without ao_lab",
     OWN: "loads with ao_lab.load_pretrained, and in transformers after `import ao_lab`; transformers alone refuses it",
 }
+
+
+def clients_of(layout: str, refused: str = "") -> str:
+    """Who reads a layout; refused: what of the weights vLLM lists no kernel for, "" where it lists one for each."""
+    told = READERS.get(layout, "of another program")
+    end = f"; vLLM lists no kernel for {refused}" if refused and layout == COMPRESSED else ""
+    return told.format("" if end else " and in vLLM") + end
+
+
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
     "configuration", "layers", "layout", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
@@ -130,6 +146,8 @@ SHORT = {"baseline tokens/s": "baseline"}
 TOLERANCE = 1.0
 #: So many times its vocabulary is a perplexity that tells nothing; models that are not trained have about once.
 GUESSING = 2
+#: Nats of KL divergence beyond which loss alone does not make a configuration the best: its predictions are other ones.
+FAR = 0.5
 #: What stands between a change of a configuration and its first reason.
 BECAUSE = ", because "
 
@@ -225,14 +243,17 @@ class Comparison:
 
         It is the smallest of those whose perplexity is higher than the unquantized model's by at most `tolerance` percent at
         the upper end of the 95% interval of the paired difference, so that a wide interval is no merit; where there is none,
-        that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named, nor where the unquantized model guesses.
+        that whose upper end is lowest. Of fewer than `ENOUGH` windows none is named, nor where the unquantized model guesses,
+        and none whose predictions are other ones (`is_far`).
         """
         return self._best_of(self.rows[1:])
 
     @property
     def readable(self) -> str | None:
         """The name of the best row among those that transformers and vLLM load without this library; None where none is."""
-        found, _ = self._best_of([row for row in self.rows[1:] if row.layout == COMPRESSED])
+        found, _ = self._best_of(
+            [row for row in self.rows[1:] if row.layout == COMPRESSED and not row.unserved]
+        )
         return None if found is None else found.name
 
     def _best_of(self, rows: Sequence[Compared]) -> tuple[Compared | None, str]:
@@ -243,7 +264,8 @@ class Comparison:
                 f"the unquantized model's perplexity is {base.perplexity:.3g}, worse than guessing among {base.vocabulary} "
                 "tokens, so that losses tell nothing; give a text that it knows, or look at its weights and tokenizer"
             )
-        known = [one for one in rows if math.isfinite(worst(one))]
+        finite = [one for one in rows if math.isfinite(worst(one))]
+        known = [one for one in finite if not is_far(one)]
         windows = min((one.windows or 0 for one in rows if one.difference is not None), default=None)
         if windows is None:
             return None, ""
@@ -251,6 +273,11 @@ class Comparison:
             return None, (
                 f"{windows} window{'s' * (windows != 1)} cannot tell; measure {ENOUGH} or more (a longer text, --limit, or a "
                 "shorter --length)"
+            )
+        if finite and not known:
+            return None, (
+                f"none; all predict something else than the unquantized model (KL surely over {FAR:g} nats), so that "
+                "a low loss says nothing"
             )
         bound = f"{self.tolerance:g}% of perplexity"
         if within := [one for one in known if worst(one) <= math.log1p(self.tolerance / 100)]:
@@ -275,9 +302,9 @@ class Comparison:
 
     def _of_readers(self, found: Compared) -> str:
         """Who reads the best row, where not every client does; and the best of those that they read."""
-        if found.layout in ("", COMPRESSED):
+        if found.layout in ("", COMPRESSED) and not found.unserved:
             return ""
-        who = READERS.get(found.layout, "loads where that layout is read")
+        who = clients_of(found.layout, found.unserved)
         other = next((row for row in self.rows if row.name == self.readable), None)
         more = (
             ""
@@ -359,11 +386,11 @@ class Comparison:
 
     def layouts(self) -> list[str]:
         """Who loads the files of which configurations."""
-        by = _grouped((row.name, row.layout) for row in self.rows if row.layout)
-        return [
-            f"Layout {one}, {READERS.get(one, 'of another program')}: {', '.join(names)}."
-            for one, names in by.items()
-        ]
+        by: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.layout:
+                by.setdefault((row.layout, row.unserved), []).append(row.name)
+        return [f"Layout {one[0]}, {clients_of(*one)}: {', '.join(names)}." for one, names in by.items()]
 
     def left(self) -> list[str]:
         """A sentence for each reason why layers stayed unquantized, with the configurations that it holds for."""

@@ -14,7 +14,7 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, doubtful, reason
+from ao_lab.measure.compare import Remembered, doubtful, reason, unserved_of
 from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.configurations import made_from, reasons_of
 from ao_lab.measure.evaluate import fingerprint
@@ -547,6 +547,38 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     noise = (0.1, -0.1, 0.2, -0.2, 0.1, -0.1, 0.2, -0.2)
     paired = [replace(rows[4], differences=(0.001,) * 8), replace(rows[2], differences=noise)]
     assert [one.name for one in frontier(Comparison("m", (rows[0], *paired), {}).points())] == ["d"]
+
+
+def test_none_is_best_whose_predictions_are_other_ones():
+    """Quantization that destroyed them may have less loss by chance; an interval of KL that reaches below 0.5 nats is none."""
+    base = Compared("unquantized", bytes=100, loss=2.0, windows=8)
+    good = compared("good", 0.001, 0.001, 60, kl=0.1, kl_stderr=0.01)
+    far = compared("far", -0.19, 0.01, 40, kl=1.5, kl_stderr=0.1)
+    wide = compared("wide", 0.002, 0.001, 50, kl=0.6, kl_stderr=0.1)
+    assert Comparison("m", (base, good, far), CONDITIONS).choice[0] is good
+    assert Comparison("m", (base, good, wide), CONDITIONS).choice[0] is wide
+    alone = Comparison("m", (base, far), CONDITIONS)
+    assert alone.choice[0] is None
+    assert "all predict something else than the unquantized model (KL surely over 0.5 nats)" in alone.best
+
+
+def test_vllm_is_named_for_what_it_has_kernels_for(folder):
+    """As the card: the layout's other reader takes more formats."""
+    rows = [Compared("unquantized", bytes=100, loss=2.0, windows=8)]
+    rows += [
+        compared("int3", 0.001, 0.001, 40, layout="compressed-tensors", unserved="W3A16"),
+        compared("int4", 0.002, 0.001, 60, layout="compressed-tensors"),
+    ]
+    found = Comparison("m", tuple(rows), CONDITIONS)
+    assert found.readable == "int4"
+    assert (
+        "without ao_lab; vLLM lists no kernel for W3A16. Of those that vLLM loads: int4, 6e-05 MB."
+        in found.best
+    )
+    assert found.layouts()[1].endswith(" and in vLLM, without ao_lab: int4.")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
+    quantize_(model, SchemeConfig(scheme="int3_g64"))
+    assert "W3A16" in unserved_of(model, None)
 
 
 def test_the_best_names_its_layout_and_the_best_that_every_client_reads():
