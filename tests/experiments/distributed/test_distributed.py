@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.distributed import failures, page, run, speed
-from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, SPEED, Rank, Tally, chosen
+from experiments.distributed.cases import FAILURES, IDENTITY, NEEDS_GPUS, REFUSED, SPEED, Rank, Tally, chosen
 from experiments.distributed.launch import launch
 from experiments.distributed.ranks import FAILED, Plan, in_need
 from experiments.harness.measuring import status
@@ -140,6 +140,19 @@ def test_the_page_says_which_times_failed(tmp_path):
     assert [line[:2] for line in table.lines] == [[second.name, error]]
     assert any(f"1 of 2; failed: {second.name}" in words for words in page.findings(rows))
     assert not page.missed(page.Results(rows[:1]))
+
+
+def test_refusals_are_counted_apart_from_what_is_computed(tmp_path):
+    cases = [case for case in run.CASES if case.kind == IDENTITY]
+    refused = next(case for case in cases if case.expected == REFUSED)
+    computed = next(case for case in cases if case.expected != REFUSED)
+    plan = Plan([refused, computed], settings_for("full", "cpu", tmp_path), tmp_path)
+    first, second = page.findings(
+        [row for case in (refused, computed) for row in plan.rows(case, 2, status("ok"))]
+    )
+    assert first.endswith(": 1 of 1.")
+    assert second.startswith(f"Cases that are to end with {REFUSED}")
+    assert page.main_finding(plan.rows(refused, 2, status("ok"))).endswith(": 0 of 0")
 
 
 def test_what_codes_could_gain_at_best(tmp_path):
