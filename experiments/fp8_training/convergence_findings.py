@@ -167,8 +167,8 @@ def apart_words(setting: str, bases: dict[str, Results]) -> str:
 
 #: Trainings whose speed was disturbed, by setting, recipe, device and commit, and what is known of why (``reports/LOG.md``).
 DISTURBED = {
-    ("120m, 60 MB", "rowwise", "NVIDIA H200", "ed354348"): "beside two other jobs on its host",
-    ("120m, 60 MB", "rowwise", "NVIDIA H100 80GB HBM3", "cc61b77c"): "beside two other jobs on its host",
+    ("120m, 60 MB", "rowwise", "NVIDIA H200", "ed354348"): "beside two other jobs",
+    ("120m, 60 MB", "rowwise", "NVIDIA H100 80GB HBM3", "cc61b77c"): "beside two other jobs",
 }
 
 

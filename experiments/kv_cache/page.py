@@ -64,7 +64,7 @@ def unlike(methods: Sequence[str]) -> str:
     words = [f"{name} leaves {tokens} tokens unquantized" for name in methods if (tokens := near(name))]
     rest = [name for name in methods if not near(name)]
     others = f", {', '.join(rest)} none" if rest else ""
-    return f"{'; '.join(words)}{others}: so these are no differences of bits alone" if words else ""
+    return f"{'; '.join(words)}{others}" if words else ""
 
 
 def kinds(rows: Sequence[Row]) -> list[str]:
@@ -214,6 +214,6 @@ def unquantized_words(where: Where, results: Results) -> list[str]:
         else " fp8_residual, which leaves the same in 8 bits, has no row."
     )
     return [
-        f"**{said}.** In windows{length} tokens they are a large share of what is read, less in the last quarter, and bytes a "
-        f"token count them as quantized.{peer}"
+        f"**{said}**, so these are no differences of bits alone. In windows{length} tokens they are a large share of what is "
+        f"read, less in the last quarter, and bytes a token count them as quantized.{peer}"
     ]

@@ -178,11 +178,7 @@ def ends_note(rows: Sequence[Row]) -> str:
         where: found for where, found in by_run(rows, KIND).items() if real(where) and where.data in BY_NAME
     }
     alone = models and all(ends_alone(BY_NAME[where.data], found) for where, found in models.items())
-    return (
-        "; first and last rung only were measured, so what each optimisation gains is not known"
-        if alone
-        else ""
-    )
+    return "; first and last rung only were measured" if alone else ""
 
 
 def single(rows: Sequence[Row]) -> list[str]:

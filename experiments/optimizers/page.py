@@ -101,7 +101,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
         return []
     ours = {method.removeprefix("ours, "): largest(best[1], method) for method in OWN}
     theirs = {method: largest(best[1], method) for method in ("torchao, 8 bits", "torchao, 4 bits")}
-    parts = [f"{value:.1f} times with states in {name}" for name, value in ours.items() if value is not None]
+    parts = [f"{value:.1f} times in {name}" for name, value in ours.items() if value is not None]
     beside = [
         f"{times(value, 1)} in {name.removeprefix('torchao, ')}{where_largest(best[1], name)}"
         for name, value in theirs.items()
@@ -110,8 +110,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if not beside or not parts:
         return []
     text = (
-        f"{ordinary(best[1])}Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, at ratios of "
-        f"gradients from 1 to 10^5; with torchao's states {' and '.join(beside)}"
+        f"{ordinary(best[1])}Over float32's, the largest update reaches {' and '.join(parts)}, at ratios of gradients from 1 to "
+        f"10^5; torchao's {' and '.join(beside)}"
     )
     return [Headline(text, [row for row in best[1].rows if row.metric in (LARGEST, RMS)])]
 
@@ -128,10 +128,10 @@ def ordinary(results: Results) -> str:
         found = {one: results.value(Setting(ratio, False).name, one, RMS) for one in COMPARED}
         if any(value is None for value in found.values()):
             return ""
-        told.append(", ".join(f"{number(value, 2)} ({method})" for method, value in found.items()))
+        told.append("{} (torchao {})".format(*(number(value, 2) for value in found.values())))
     return (
-        f"With gradients alike in a block AdamW's updates differ from those with float32 states by an rms of {told[0]}; where "
-        f"one is 10^5 times larger, by {told[1]}. "
+        f"AdamW's updates with 8-bit states differ from those with float32 states by an rms of {told[0]} with gradients alike "
+        f"in a block, {told[1]} with one 10^5 times larger. "
     )
 
 

@@ -20,7 +20,7 @@ from experiments.qat.run import (
     targets_of,
 )
 from experiments.report import accuracies
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, member
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, Target, limits
@@ -94,13 +94,11 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
                 f"{min(values):.1f} to {max(values):.1f}% with {prefix.removesuffix('_')} weights ({names})"
             )
             used += mine
-    others = [
-        f"{row.value:.1f}% with {member(label(row.setting, row.method))}"
-        for row in found[1].rows
-        if row.metric == RECOVERED and row not in used
-    ]
     text = f"Of the loss that quantization costs a small language model, QAT recovers {', '.join(words)}"
-    text += f"; of schemes without a target {', '.join(others)}" if others else ""
+    others = [row for row in found[1].rows if row.metric == RECOVERED and row not in used]
+    if others:
+        least, most = (chosen(others, key=lambda row: row.value) for chosen in (min, max))
+        text += f"; without a target {least.value:.1f}% ({least.method}) to {most.value:.1f}% ({most.method})"
     # The rows of what has a target alone: a history is kept of headlines that quote few.
     return [Headline(text, used)] if words else []
 

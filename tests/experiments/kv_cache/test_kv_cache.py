@@ -109,7 +109,7 @@ def test_page():
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
     assert "unquantized" not in found[2]
     rows += [row("real m/full/text", ALL, "int4", metric, value) for metric, value in known.items()]
-    left = "int4 leaves the first 4 and the latest 64 tokens unquantized, fp8 none: so these are no differences of bits alone"
+    left = "int4 leaves the first 4 and the latest 64 tokens unquantized, fp8 none"
     assert left in page.findings(rows)[2]
     first = page.sections(rows)[-1].paragraphs[0]
     assert left in first

@@ -58,15 +58,15 @@ def test_the_page_names_the_largest_and_misses_targets():
     rows += [row("gaps", "m", "8-bit states", GAP, 0.4), row("gaps", "m", "8-bit states", INTERVAL, 0.2)]
     assert "torchao, 8 bits 7,000; ours, 8 bits 1.5; ours, 4 bits 1.8" in page.findings(rows)[0]
     said = str(page.headlines(rows)[0])
-    assert "reaches 1.5 times with states in 8 bits and 1.8 times with states in 4 bits" in said
-    assert "torchao's states 7,000 in 8 bits (one gradient in 256 1 times larger)" in said
+    assert "reaches 1.5 times in 8 bits and 1.8 times in 4 bits" in said
+    assert "torchao's 7,000 in 8 bits (one gradient in 256 1 times larger)" in said
     assert "by an rms" not in said
     ordinary = [
         row("updates", Setting(ratio, False).name, method, page.RMS, value)
         for ratio, values in ((1, (0.11, 0.02)), (100_000, (0.81, 53.4)))
         for method, value in zip(page.COMPARED, values, strict=True)
     ]
-    first = "rms of 0.11 (ours, 8 bits), 0.02 (torchao, 8 bits); where one is 10^5 times larger, by 0.81 (ours, 8 bits), 53.40"
+    first = "rms of 0.11 (torchao 0.02) with gradients alike in a block, 0.81 (torchao 53.40) with one 10^5 times larger."
     assert first in str(page.headlines([*rows, *ordinary])[0])
     assert first in page.findings([*rows, *ordinary])[0]
     stopped = Setting(1_000, True).name
