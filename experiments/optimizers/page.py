@@ -110,8 +110,8 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if not beside or not parts:
         return []
     text = (
-        f"{ordinary(best[1])}Over float32's, the largest update reaches {' and '.join(parts)}, at ratios of gradients from 1 to "
-        f"10^5; torchao's {' and '.join(beside)}"
+        f"{ordinary(best[1])}Over float32's, the largest update reaches {' and '.join(parts)}, at ratios of gradients from 1 "
+        f"to 10^5; torchao's {' and '.join(beside)}"
     )
     return [Headline(text, [row for row in best[1].rows if row.metric in (LARGEST, RMS)])]
 
