@@ -189,7 +189,10 @@ def write_model(
     model = unwrapped(model)
     check_finished(model)
     if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise ValueError("the model has no quantized weights; call quantize_ first")
+        raise ValueError(
+            "the model has no quantized weights; call quantize_ first (model.save_pretrained saves one that is not quantized, "
+            "after convert_from_training_ one that trains in low precision)"
+        )
     if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
         raise ValueError(f"{empty[:5]} are on the meta device, without values; load them first")
     settings = settings_text(model)

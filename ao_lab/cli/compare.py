@@ -152,14 +152,13 @@ def run(
     **settings: Any,
 ) -> None:
     """Compare, and show the table."""
-    from ao_lab.install.extras import check_extra
+    from ao_lab.install.extras import lacking, missing
     from ao_lab.measure.compare import PICTURE, TABLE, compare
     from ao_lab.measure.configurations import USUAL
 
     check_device(device)
     if out is not None:
         check_writable(out, "--out")
-        check_extra("plot")
     configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
     written, changes = as_written(model_dir, configs, layout)
     with track_progress("compare", plain=as_json, transient=True) as work:
@@ -178,7 +177,9 @@ def run(
         return
     show(found)
     if out is not None:
-        say(f"{out / TABLE} and {out / PICTURE} hold the table and the picture")
+        without = lacking("plot")
+        more = f"; no picture: {missing(without)}" if without else f", {out / PICTURE} the picture"
+        say(f"{out / TABLE} holds the table{more}")
 
 
 def split(given: str) -> list[str]:

@@ -84,9 +84,13 @@ def needed(name: str) -> Any:
 
 def check_extra(extra: str) -> None:
     """MissingExtra where a library of an extra is not installed, before work begins that would need it at its end."""
-    for name in EXTRAS[extra]:
-        if importlib.util.find_spec(name) is None:
-            raise MissingExtra(missing(name), name=name)
+    if name := lacking(extra):
+        raise MissingExtra(missing(name), name=name)
+
+
+def lacking(extra: str) -> str:
+    """The first library of an extra that is not installed; "" where all are."""
+    return next((name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None), "")
 
 
 def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
@@ -112,6 +116,7 @@ __all__ = [
     "check_extra",
     "explained",
     "is_clone",
+    "lacking",
     "missing",
     "needed",
     "pip_install",

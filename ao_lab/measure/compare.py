@@ -36,7 +36,7 @@ from ao_lab.eval import (
     measured,
     results_of,
 )
-from ao_lab.install.extras import WrongInput, wrong_input
+from ao_lab.install.extras import WrongInput, lacking, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.measure.base_weights import other_weights
 from ao_lab.measure.comparison import COMPRESSED, TOLERANCE, Compared, Comparison
@@ -553,12 +553,14 @@ def quality(sums: Sums, windows: Windows, itself: bool) -> dict[str, Any]:
 
 
 def publish(found: Comparison, folder: Path) -> None:
-    """The table, and the picture for light and dark pages where the folder has none of this table yet."""
-    from ao_lab.plot.style import save
-
+    """The table, and the picture for light and dark pages where the folder has none of this table; none without matplotlib."""
     table, (file, *pictures) = found.to_markdown(), [folder / name for name in (TABLE, PICTURE, DARK)]
     kept = file.is_file() and file.read_text("utf-8") == table and all(one.is_file() for one in pictures)
     write_text(file, table)
+    if lacking("plot"):
+        return
+    from ao_lab.plot.style import save
+
     for one, theme in zip(pictures, ("light", "dark"), strict=True) if not kept else ():
         save(found.plot(theme=theme), one, f"Loss against size of configurations of {found.model}.")
 

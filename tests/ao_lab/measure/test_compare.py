@@ -14,7 +14,7 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, doubtful, reason, unserved_of
+from ao_lab.measure.compare import Remembered, doubtful, publish, reason, unserved_of
 from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.configurations import made_from, reasons_of
 from ao_lab.measure.evaluate import fingerprint
@@ -632,6 +632,15 @@ def test_speeds_of_a_busy_host_are_noisy():
         "", "", "the baseline took 2.0 times as long as beside another configuration",
         "the host had more than 3 processes to run on 2 cores", "",
     ]  # fmt: skip
+
+
+def test_without_matplotlib_the_table_is_written(tmp_path, monkeypatch):
+    found = Comparison(
+        "m", (Compared("unquantized", bytes=100, loss=2.0), compared("a", 0.0, 0.1, 40)), CONDITIONS
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    publish(found, tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["comparison.md"]
 
 
 def test_tables_of_a_terminal_have_80_columns():
