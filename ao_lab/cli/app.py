@@ -211,11 +211,12 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a Hugging Face model; the result loads in transformers, and in vLLM where it has kernels."""
-    from ao_lab.cli.early import check_quantize
+    from ao_lab.cli.early import check_methods, check_quantize
     from ao_lab.cli.terminal import check_new_folder, whole_or_nothing, work
 
     # Before what takes seconds to import.
     check_quantize(model_dir, config, activation, option or [])
+    check_methods(method or [], calibration)
     check_new_folder(out_dir)
     kept = f"nothing was written to {out_dir}"
     calibrated = None if calibration is None else model_dir

@@ -94,10 +94,11 @@ def command(
         raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
     check_model(model, "ao-lab quantize or transformers")
     shapes = [shape_of(one) for one in shape or []]
+    names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
+    chosen = {name: configuration(name) for name in dict.fromkeys(names)} if names else None
     check_device(device.value if device else None)
     if out is not None:
         check_writable(out, "--out")
-    names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
     with (
         when_stopped(lambda: kept_in(out, BENCHMARK)),
         track_progress("bench", plain=as_json, transient=True) as work,
@@ -107,7 +108,7 @@ def command(
         found = benchmark(
             model,
             shapes=shapes,
-            configs={name: configuration(name) for name in dict.fromkeys(names)} if names else None,
+            configs=chosen,
             batch=batch or (1, 16),
             new_tokens=new_tokens,
             rounds=rounds,
@@ -124,13 +125,17 @@ def command(
 
 def shape_of(given: str) -> list[int]:
     """The three numbers of M,N,K; WrongInput for anything else."""
+    wrong = WrongInput(
+        f"--shape {given}: write M,N,K, tokens, outputs and inputs of a layer, such as 16,4096,4096 (ao-lab bench-kernels "
+        "takes shapes of our own benchmarks)"
+    )
     try:
-        return [int(one) for one in given.split(",")]
+        found = [int(one) for one in given.split(",")]
     except ValueError as error:
-        raise WrongInput(
-            f"--shape {given}: write M,N,K, tokens, outputs and inputs of a layer, such as 16,4096,4096 (ao-lab bench-kernels "
-            f"takes shapes of our own benchmarks)"
-        ) from error
+        raise wrong from error
+    if len(found) != 3 or min(found) < 1:
+        raise wrong
+    return found
 
 
 #: Columns that are set to the right.

@@ -121,13 +121,21 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
-    from ao_lab.cli.early import COMPARISON, check_counts, check_harness, check_model, check_texts
+    from ao_lab.cli.early import (
+        COMPARISON,
+        check_counts,
+        check_harness,
+        check_methods,
+        check_model,
+        check_texts,
+    )
 
     asked = [name for given in tasks or [] for name in split(given)]
     check_model(model_dir, "ao-lab quantize or transformers")
     check_counts(limit, length, new_tokens)
     check_texts(text=text, calibration=calibration)
     check_harness(asked)
+    check_methods(method or [], calibration)
     named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
     for name in [*named, *(more or [])]:
         configuration(name)

@@ -22,6 +22,9 @@ def check_model(folder: Path | None, writers: str) -> None:
         raise WrongInput(without(folder, "no config.json", writers))
 
 
+#: Names of methods: those of `ao_lab.calibration.methods`; and of those that read no data.
+METHODS = ("rotate", "smooth", "awq", "clip", "hqq", "gptq", "autoround", "lowrank", "bias", "kv")
+WITHOUT_DATA = ("rotate", "hqq")
 #: Files in which `ao-lab compare --out` and `ao-lab bench --out` keep what they have measured: FILE of their modules.
 COMPARISON, BENCHMARK = "comparison.json", "benchmark.json"
 #: Files that transformers, or ao_lab, reads weights from.
@@ -43,6 +46,17 @@ def check_quantize(folder: Path, config: str | None, activation: str | None, opt
     if config is not None:
         name, given = with_options(config, options)
         config_of(name, activation, given)
+
+
+def check_methods(names: Sequence[str], calibration: str | None) -> None:
+    """WrongInput for methods of calibration that are none, and for one that reads a text where none is given."""
+    from ao_lab.cli.listings import known
+
+    for name in names:
+        known(name, dict.fromkeys(METHODS), "method")
+    # Of several, whether they go together comes first, which the library knows.
+    if calibration is None and len(names) == 1 and names[0] not in WITHOUT_DATA:
+        raise WrongInput(f"--method {names[0]} needs calibration data; give --calibration TEXT, a text file")
 
 
 def check_counts(limit: int | None = None, length: int | None = None, new_tokens: int = 0) -> None:

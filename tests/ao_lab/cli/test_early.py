@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from ao_lab.calibration.methods import METHODS
 from ao_lab.cli import early
 from ao_lab.cli.app import main
 from ao_lab.cli.terminal import INTERRUPTED
@@ -22,6 +23,10 @@ COMMANDS = {
     "give a model (--model DIR) or shapes": ["bench"],
     "unknown scheme 'mxfp4_e2m1'; the nearest are mxfp4, ": ["schemes", "mxfp4_e2m1"],
     "unknown configuration or scheme 'mxfp9'; the nearest are": ["compare", "model", "mxfp9"],
+    "unknown configuration or scheme 'mxfp6x'; the nearest are": ["bench", "--shape", "1,2,3", "mxfp6x"],
+    "--shape 16,4096: write M,N,K": ["bench", "--shape", "16,4096"],
+    "unknown method 'gptqq'; the nearest": ["quantize", "model", "out", "--config", "mxfp4", "--method", "gptqq"],
+    "--method awq needs calibration data": ["compare", "model", "--method", "awq"],
     "the nearest are mxfp4": ["quantize", "model", "out", "--config", "mxfp5"],
     "has no option group; the nearest is group_size": ["quantize", "model", "out", "--config", "Int4WeightOnlyConfig group=3"],
     "in quotes: --config 'Int4WeightOnlyConfig group_size=32'": [
@@ -54,6 +59,8 @@ def test_mistakes_are_answered_without_torch(tmp_path):
 
 def test_names_are_those_of_the_modules():
     assert set(early.NAMED_TEXTS) == set(NAMED)
+    assert tuple(METHODS) == early.METHODS
+    assert set(early.WITHOUT_DATA) == {name for name, kind in METHODS.items() if not kind().calibrates}
     assert (early.COMPARISON, early.BENCHMARK) == (compare.FILE, times.FILE)
 
 
