@@ -180,8 +180,8 @@ def _state(model: Any) -> str:
     leaves = {name.rpartition(".")[2] for name in model.state_dict()}
     found = [name for name in STATE if name in leaves]
     return (
-        f". from_pretrained leaves {', '.join(found)} out: load {WEIGHTS} by load_state_dict(..., strict=False) into the model "
-        f"that is prepared again to go on with them"
+        f". from_pretrained leaves {', '.join(found)} out: prepare the model again to go on with them; then Trainer reads them "
+        f"(resume_from_checkpoint=True), and without Trainer load {WEIGHTS} by load_state_dict(..., strict=False)"
         if found
         else ""
     )
