@@ -27,6 +27,7 @@ such layers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -118,10 +119,18 @@ def with_own_scales(read: Reading, t: QuantizedTensor) -> Reading:
     if scale.dtype != torch.float32:
         return read
     cast = scale.to(t.dtype)
-    fits = t.scheme.scale.compute == "input" if t.is_meta else torch.equal(cast.to(scale.dtype), scale)
+    fits = rounds_scales(t.scheme, t.dtype) if t.is_meta else torch.equal(cast.to(scale.dtype), scale)
     if not fits:
         return read
     return replace(read, tensors={**read.tensors, "weight_scale": cast})
+
+
+def rounds_scales(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether a scheme's float32 scales of a weight in this dtype are numbers of it: those that are rounded to it, and in
+    bfloat16, whose exponents are float32's, a magnitude of the weight over a power of two."""
+    scale = scheme.scale
+    kept = scale.statistic == "absmax" and scale.rule == "ratio" and math.frexp(scale.target or 0.0)[0] == 0.5
+    return scale.storage == "float32" and (scale.compute == "input" or (kept and dtype == torch.bfloat16))
 
 
 def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:

@@ -16,7 +16,7 @@ from torch import nn
 from ao_lab.checkpoint.api import stored_as
 from ao_lab.checkpoint.export import export_of
 from ao_lab.checkpoint.io.shards import Specs
-from ao_lab.checkpoint.plain_readers import reading
+from ao_lab.checkpoint.plain_readers import reading, rounds_scales
 from ao_lab.checkpoint.records import own_specs
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe, named
@@ -105,7 +105,7 @@ def weight_size(
 ) -> Size:
     """The size of a weight of this shape in a scheme, stored in a layout.
 
-    dtype: that of the weight. In layout "compressed-tensors" schemes that round scales to it store them in it.
+    dtype: that of the weight. In layout "compressed-tensors" schemes whose scales are numbers of it store them in it.
     ValueError if the scheme's blocks do not divide the shape, or if compressed-tensors has no format for the recipe.
     """
     choice(layout, LAYOUTS, "layout")
@@ -125,8 +125,7 @@ def weight_size(
                 f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
             )
         specs = export.specs(recipe.weight, size)
-        scale = recipe.weight.scale
-        if scale.compute == "input" and scale.storage == "float32":
+        if rounds_scales(recipe.weight, dtype):
             specs["weight_scale"] = specs["weight_scale"]._replace(dtype=dtype)
     return _size(specs)
 

@@ -33,7 +33,13 @@ from ao_lab.checkpoint.records import KEY
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
-from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_, required_observers
+from ao_lab.quantization.api import (
+    StreamedWeights,
+    keep_configuration,
+    keep_report,
+    quantize_,
+    required_observers,
+)
 from ao_lab.quantization.plan import ALREADY, QuantizationPlan, planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Filter, Progress
@@ -95,6 +101,7 @@ def quantize_pretrained(
     loading = StreamedWeights(plan, required_observers(plan, observers), device, progress)
     fill(model, folder, loading)
     keep_report(model, plan)
+    keep_configuration(model, config)
     return model
 
 

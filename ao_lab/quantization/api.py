@@ -201,9 +201,7 @@ def quantize_(
     check_model(model)
     with untying(model):
         report = run(call)
-    remember_changes(model, getattr(config, "changes", ()))
-    if tells_most(config):
-        remember_configuration(model, repr(config))
+    keep_configuration(model, config)
     if preshuffle(model):
         report = explain(model)
         object.__setattr__(model, ATTRIBUTE, report)
@@ -368,6 +366,13 @@ def _prepare(plan: QuantizationPlan, quantizing: dict[int, Change]) -> None:
             plan.reasons.update(
                 dict.fromkeys(change.layers, "inputs are observed; step='convert' quantizes it")
             )
+
+
+def keep_configuration(model: nn.Module, config: Config | FqnToConfig) -> None:
+    """Keep with the model, for its card, what it is quantized by and what was changed in that for a layout."""
+    remember_changes(model, getattr(config, "changes", ()))
+    if tells_most(config):
+        remember_configuration(model, repr(config))
 
 
 def keep_report(model: nn.Module, plan: QuantizationPlan) -> None:

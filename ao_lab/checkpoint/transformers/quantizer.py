@@ -44,7 +44,13 @@ from ao_lab.checkpoint.transformers.methods import (
 )
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
-from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle, required_observers
+from ao_lab.quantization.api import (
+    StreamedWeights,
+    keep_configuration,
+    keep_report,
+    preshuffle,
+    required_observers,
+)
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, linear_and_experts, shorten
@@ -295,6 +301,7 @@ class Job:
             model.to(self.device)
         preshuffle(model)
         keep_report(model, plan)
+        keep_configuration(model, self.config)
 
 
 def tied_to_tables(model: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
