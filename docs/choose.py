@@ -294,7 +294,7 @@ def with_zero_points() -> list[str]:
     if not ours or not symmetric:
         return []
     return [
-        f"`Int4WeightOnlyConfig` has zero points unless it is told otherwise; by rounding alone, in groups of 32, {ours} with "
+        f"`Int4WeightOnlyConfig` has zero points by default; by rounding alone, in groups of 32, {ours} with "
         f"them and {symmetric} without (short run)."
     ]
 

@@ -239,7 +239,7 @@ def test_from_the_command_line(folder, capsys):
     assert "2x64x128" in capsys.readouterr().out
     for wrong, said in (
         (["--shape", "2x64x128"], "write M,N,K"),
-        (["--shape", "2,64"], "a shape is M,N,K"),
+        (["--shape", "2,64"], "write M,N,K"),
         ([], "give a model"),
         (["--model", "nowhere"], "there is no folder nowhere"),
         (["--shape", "2,64,128", "Int4"], "the nearest are"),
