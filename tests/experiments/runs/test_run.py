@@ -52,7 +52,7 @@ def test_what_changed_since_is_said_and_is_no_problem(tmp_path, monkeypatch):
     ]
 
 
-#: Mended since a GPU was last there: it took operands in other dtypes than its own. What `ao-lab ledger` validates leaves.
+#: New since a GPU was last there. What `ao-lab ledger` validates leaves.
 WAITING: dict[str, str] = {"layer_norm_quantize": "never validated on a GPU"}
 
 
