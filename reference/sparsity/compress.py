@@ -99,7 +99,7 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
         )
     nibble = unpack_metadata(ns, metadata, half[-1] // 2)[..., None]
     pair = _bits(ns, values).reshape(*half[:-1], half[-1] // 2, 2)
-    place = ns.arange(4, nibble)
+    place = ns.arange(4, nibble).reshape(*(1,) * (nibble.ndim - 1), 4)
     low = ns.where((nibble & 3) == place, pair[..., :1], pair[..., :1] * 0)
     return ns.where((nibble >> 2) == place, pair[..., 1:], low).reshape(full).view(values.dtype)
 
