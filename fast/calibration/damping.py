@@ -101,7 +101,8 @@ def tried(
                 replace(swept, change=change.new_empty(0, 0)),
             )
         del factor, swept, change
-    assert best is not None
+    if best is None:
+        raise ValueError("no damping is given; give at least one")
     return Tried(torch.stack(errors), *best)
 
 
