@@ -31,8 +31,17 @@ def float_of(b):
 
 
 @triton.jit
-def read(pointers, inside, EVICT: tl.constexpr = ""):
-    """Load, with 0 where an element does not exist; inside is None where all do. EVICT: `tl.load`'s eviction_policy."""
+def read(pointers, inside):
+    """Load, with 0 where an element does not exist; inside is None where all do."""
+    if inside is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def read_once(pointers, inside, EVICT: tl.constexpr):
+    """`read` by an eviction_policy of `tl.load`. No argument of a kernel has a string for a default: Triton 3.6 takes none."""
     if inside is None:
         return tl.load(pointers, eviction_policy=EVICT)
     else:

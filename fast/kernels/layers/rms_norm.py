@@ -79,7 +79,7 @@ def sums_kernel(
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
-    h = floats(summed(x, residual, row * length + column, inside, DTYPE, HAS_PTX), HAS_PTX)
+    h = floats(summed(x, residual, row * length + column, inside, DTYPE, HAS_PTX, ""), HAS_PTX)
     total = tl.sum(tree_sum(tl.reshape(h * h, (1, SIZE))))
     tl.store(sums + tl.program_id(0), total)
 

@@ -260,7 +260,7 @@ def _piece(
 ):  # fmt: skip
     """SIZE elements from `start` on, with the residual, which is written."""
     at = start + _columns(SIZE, GROUP)
-    h = summed(x, residual, at, None, DTYPE, HAS_PTX)
+    h = summed(x, residual, at, None, DTYPE, HAS_PTX, "")
     if new_residual is not None:
         tl.store(new_residual + at, h)
     return h

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, bits_of, float_of, order_key, read, widened
+from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, bits_of, float_of, order_key, read, read_once, widened
 from fast.kernels.sm90.bf16x2 import floats, narrowed
 from fast.kernels.sm90.integers import range_of_tile
 
@@ -29,9 +29,9 @@ def tree_sum(v):
 
 
 @triton.jit
-def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr, EVICT: tl.constexpr = ""):
+def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr, EVICT: tl.constexpr):
     """x, or x + residual rounded to their dtype, in that dtype. EVICT: how the L2 cache keeps x."""
-    v = read(x + at, inside, EVICT)
+    v = read_once(x + at, inside, EVICT)
     if residual is not None:
         v = narrowed(floats(v, HAS_PTX) + floats(read(residual + at, inside), HAS_PTX), DTYPE, HAS_PTX)
     return v
