@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import read
-from fast.kernels.layers.rms_norm import ELEMENTS, PER_THREAD, SHORT, SHORT_ELEMENTS, SHORT_PER_THREAD
+from fast.kernels.bits import read, read_once
+from fast.kernels.layers.rms_norm import ELEMENTS, EVICT, PER_THREAD, SHORT, SHORT_ELEMENTS, SHORT_PER_THREAD
 from fast.kernels.layers.tiles import Outputs, Tiles, outputs, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.plan import LARGEST_TILE
 from fast.kernels.rules.statistics import tree_sum
@@ -29,14 +29,14 @@ from reference.schemes.schemes import Scheme, scheme_of
 def layer_norm_kernel(
     x, weight, bias, codes, scale, zero, eps, rows, length, per_row, column_tiles,
     SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Normalize whole rows and quantize them; bias: None for none."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
     at = row * length + column
-    h = floats(read(x + at, inside), HAS_PTX)
+    h = floats(read_once(x + at, inside, EVICT), HAS_PTX)
     d = h - tl.broadcast_to(_of_blocks(_mean(h, length, ROWS, SIZE), ROWS, SIZE, GROUP), h.shape)
     if MASKED:
         d = tl.where(inside, d, 0.0)
@@ -92,6 +92,7 @@ def layer_norm_quantize(
         name,
         *place.constants.values(),
         not interpreted(),
+        EVICT,
     )
     call.launch(
         CompiledLaunch(layer_norm_kernel, place.programs, tail, place.warps), layer_norm_kernel.arg_names[:6]

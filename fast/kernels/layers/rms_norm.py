@@ -65,8 +65,8 @@ LONG = 8192
 WHOLE_PER_THREAD = 128
 #: Elements a thread of a long row with many scales.
 GROUPS_PER_THREAD = 32
-#: How the L2 cache keeps x, `tl.load`'s eviction_policy; for measurements.
-EVICT = ""
+#: How the L2 cache keeps x where codes are written, which are to stay for the matmul behind (`tl.load`'s eviction_policy).
+EVICT = "evict_first"
 
 
 @triton.jit
@@ -202,8 +202,8 @@ class _NormCall:
             self._run(norm_pieces_kernel, 8, prod(self.shape) // length, apart.warps, tail)
             return
         parts = power_above(place.column_tiles) if summed_up else 0
-        shape = place.constants.values()
-        tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted(), EVICT)
+        shape, keep = place.constants.values(), "" if made is None else EVICT
+        tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted(), keep)
         self._run(norm_kernel, 9, place.programs, place.warps, tail)
 
     def pieces(self, made: Outputs | None) -> tuple[Pieces | None, int]:

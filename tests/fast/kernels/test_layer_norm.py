@@ -14,6 +14,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.layers.layer_norm import layer_norm_kernel
+from fast.kernels.layers.rms_norm import EVICT
 from fast.kernels.layers.tiles import _block_length, tiles
 from tests.fast.kernels.compiling.kernel_compiler import compiled, output_arguments
 
@@ -42,7 +43,9 @@ def test_code_for_hopper(length, elements, per_thread):
     )  # fmt: skip
     tensors = dict.fromkeys(("x", "weight", "bias"), dtype)
     made = {k: v for k, v in output_arguments(name, dtype).items() if k != "y"}
-    machine = compiled(layer_norm_kernel, {**tensors, "eps": 1e-5, **place.arguments, **made}, place.warps)
+    machine = compiled(
+        layer_norm_kernel, {**tensors, "eps": 1e-5, **place.arguments, **made, "EVICT": EVICT}, place.warps
+    )
     assert machine.local == 0
     assert machine.widths("LDG") == {"128"}
     assert machine.widths("STG") <= {"128", "32"}

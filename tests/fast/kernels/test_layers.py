@@ -11,6 +11,7 @@ from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.attention import rotary_kernel
 from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
 from fast.kernels.layers.rms_norm import (
+    EVICT,
     PIECE,
     _whole_rows,
     add_pieces_kernel,
@@ -75,7 +76,8 @@ def normalize_norm_code(name, length, residual):
     dtype = "bfloat16"
     other = dtype if residual else None
     arguments = {"x": dtype, "residual": other, "weight": dtype, "new_residual": other, "sums": None, "eps": 1e-6,
-                 **place.arguments, **output_arguments(name, dtype), "SUMS": 0, "EVICT": ""}  # fmt: skip
+                 **place.arguments, **output_arguments(name, dtype), "SUMS": 0,
+                 "EVICT": "" if name is None else EVICT}  # fmt: skip
     return compiled(norm_kernel, arguments, place.warps), place
 
 

@@ -35,7 +35,7 @@ from tests.gpu.harness.timing import measured, several
 TILES = ((1024, 32), (4096, 64), (2048, 64), (4096, 32), (2048, 32), (1024, 16), (512, 16))
 OUTPUTS = 2048
 #: How the L2 cache keeps x.
-POLICIES = ("", "evict_first")
+POLICIES = (kernel.EVICT, "")
 
 
 def quantized(
@@ -93,7 +93,9 @@ def tiles(rows: int, width: int) -> None:
     gain = (1 + 0.1 * torch.randn(width, device="cuda")).to(torch.bfloat16)
     sets = several(lambda: torch.randn((rows, width), device="cuda", dtype=torch.bfloat16), 3 * rows * width)
     expected, calls = quantized(sets[0], gain, *TILES[0]), dict[str, list[Callable[[], object]]]()
-    for tile, policy in [(one, "") for one in TILES] + [(TILES[0], policy) for policy in POLICIES[1:]]:
+    for tile, policy in [(one, POLICIES[0]) for one in TILES] + [
+        (TILES[0], policy) for policy in POLICIES[1:]
+    ]:
         found = quantized(sets[0], gain, *tile, policy)
         wrong = int((found.codes != expected.codes).sum()) + int((found.scale != expected.scale).sum())
         name = f"{tile[0]} elements a program, {tile[1]} a thread {policy}".rstrip()
