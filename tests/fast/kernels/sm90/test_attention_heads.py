@@ -160,6 +160,7 @@ QUERY_FAULTS = {
     "pieces of a lane follow each other": ("from + 2 * EACH * OWN * j", "from + 2 * EACH * j"),
     "codes of a lane follow each other": ("(to + EACH * OWN * j)", "(to + EACH * j)"),
     "programs of queries are left out": ("own = at < both ? at / 2 : at - both / 2;", "own = at / 2;"),
+    "a sum for a difference": ("const float sign = lane & far ? -1.0f : 1.0f;", "const float sign = 1.0f;"),
     "pieces mix with others": ("if (!(i / EACH & far)) add", "if (i / EACH & far) add"),
 }  # fmt: skip
 
