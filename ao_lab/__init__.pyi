@@ -29,6 +29,8 @@ from ao_lab.calibration.statistics import AbsMax as AbsMax
 from ao_lab.calibration.statistics import MinMax as MinMax
 from ao_lab.calibration.statistics import MovingAverage as MovingAverage
 from ao_lab.calibration.statistics import Percentile as Percentile
+from ao_lab.checkpoint.adapters import load_adapter as load_adapter
+from ao_lab.checkpoint.adapters import save_adapter as save_adapter
 from ao_lab.checkpoint.api import Saved as Saved
 from ao_lab.checkpoint.api import load_pretrained as load_pretrained
 from ao_lab.checkpoint.api import save_pretrained as save_pretrained

@@ -64,8 +64,9 @@ TOPICS = {
     "qat": Topic(
         "Quantization-aware training and LoRA",
         "",
-        """QATConfig advance_qat LoRA lora_state_dict llama32_qat llama32_configs FakeQuantizeConfig IntxFakeQuantizeConfig
-        Float8FakeQuantizeConfig IntXQuantizationAwareTrainingConfig FromIntXQuantizationAwareTrainingConfig""",
+        """QATConfig advance_qat LoRA save_adapter load_adapter lora_state_dict llama32_qat llama32_configs FakeQuantizeConfig
+        IntxFakeQuantizeConfig Float8FakeQuantizeConfig IntXQuantizationAwareTrainingConfig
+        FromIntXQuantizationAwareTrainingConfig""",
         "guides/qat.md guides/lora.md",
     ),
     "training": Topic(

@@ -118,19 +118,23 @@ def with_own_scales(read: Reading, t: QuantizedTensor) -> Reading:
     scale = read.tensors["weight_scale"]
     if scale.dtype != torch.float32:
         return read
-    cast = scale.to(t.dtype)
-    fits = rounds_scales(t.scheme, t.dtype) if t.is_meta else torch.equal(cast.to(scale.dtype), scale)
-    if not fits:
+    if not (rounds_scales(t.scheme, t.dtype) if t.is_meta else holds(t.dtype, scale)):
         return read
-    return replace(read, tensors={**read.tensors, "weight_scale": cast})
+    return replace(read, tensors={**read.tensors, "weight_scale": scale.to(t.dtype)})
+
+
+def holds(dtype: torch.dtype, scale: torch.Tensor) -> bool:
+    """Whether float32 scales are numbers of a dtype."""
+    return torch.equal(scale.to(dtype).to(scale.dtype), scale)
 
 
 def rounds_scales(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether a scheme's float32 scales of a weight in this dtype are numbers of it: those that are rounded to it, and in
-    bfloat16, whose exponents are float32's, a magnitude of the weight over a power of two."""
+    """Whether a scheme's float32 scales of a weight in this dtype are numbers of it: those that are rounded to it, and a
+    magnitude of the weight over a power of two. In float16 the latter has an end: files of a weight with blocks of zeros, or
+    of magnitudes under 2^-14 times that power, have float32 scales (`holds` says it of values)."""
     scale = scheme.scale
     kept = scale.statistic == "absmax" and scale.rule == "ratio" and math.frexp(scale.target or 0.0)[0] == 0.5
-    return scale.storage == "float32" and (scale.compute == "input" or (kept and dtype == torch.bfloat16))
+    return scale.storage == "float32" and (scale.compute == "input" or (kept and dtype != torch.float32))
 
 
 def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:

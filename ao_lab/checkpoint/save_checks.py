@@ -63,7 +63,7 @@ def _unfinished(module: nn.Module) -> str | None:
     """Why a module's weights are not what it computes with; None where they are."""
     kind = type(module)
     if isinstance(module, LoRALinear):
-        apart = "or save ao_lab.lora_state_dict(model), which keeps them apart"
+        apart = "or ao_lab.save_adapter(model, folder), which writes them alone, as peft does"
         return f"adapters on a frozen weight; step='convert' merges them: {CONVERT}; {apart}"
     if isinstance(module, SparseLinear):
         return "trains with a sparse weight; call finish_sparsity_(model) first"

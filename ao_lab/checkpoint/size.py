@@ -16,7 +16,7 @@ from torch import nn
 from ao_lab.checkpoint.api import stored_as
 from ao_lab.checkpoint.export import export_of
 from ao_lab.checkpoint.io.shards import Specs
-from ao_lab.checkpoint.plain_readers import reading, rounds_scales
+from ao_lab.checkpoint.plain_readers import holds, reading, rounds_scales
 from ao_lab.checkpoint.records import own_specs
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe, named
@@ -105,7 +105,8 @@ def weight_size(
 ) -> Size:
     """The size of a weight of this shape in a scheme, stored in a layout.
 
-    dtype: that of the weight. In layout "compressed-tensors" schemes whose scales are numbers of it store them in it.
+    dtype: that of the weight. In layout "compressed-tensors" schemes whose scales are numbers of it store them in it. Files of
+    float16 weights in 2 bits have float32 scales where a block is zeros or near 2^-14, which only `written_as` knows.
     ValueError if the scheme's blocks do not divide the shape, or if compressed-tensors has no format for the recipe.
     """
     choice(layout, LAYOUTS, "layout")
@@ -197,7 +198,17 @@ def written_as(model: nn.Module, layout: str = "auto") -> Written:
         layout = "ao_lab"
     stored = stored_as(without_values(model), layout if quantized else "ao_lab")
     size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    if quantized and stored.config["quant_method"] != "ao_lab":
+        size += sum(map(_wider_scales, quantized))
     return Written(stored.config["quant_method"] if quantized else "", size)
+
+
+def _wider_scales(weight: QuantizedTensor) -> int:
+    """Bytes that a weight's scales take beyond what its scheme says, since they are no numbers of its dtype."""
+    scale = weight.scale
+    if weight.is_meta or scale is None or not rounds_scales(weight.scheme, weight.dtype):
+        return 0
+    return 0 if holds(weight.dtype, scale) else scale.numel() * (scale.element_size() - weight.dtype.itemsize)
 
 
 def _is_read(weight: QuantizedTensor) -> bool:

@@ -58,6 +58,7 @@ from ao_lab.transforms.layers import (
 )
 from ao_lab.transforms.plan import Device, Filter, Filtered, Patterns, all_or_none, check_called, selection
 from ao_lab.transforms.report import warn_of_saved_state
+from ao_lab.transforms.training_records import warn_of_saved_training
 from reference import Scales
 
 
@@ -110,6 +111,7 @@ def prepare_qat(call: Call) -> Report:
         freeze_rest(model, (c.config.lora for c in adapted))  # type: ignore[attr-defined]
     keep_report(model, plan)
     warn_of_saved_state(model, ADDED, "step='prepare'")
+    warn_of_saved_training(model, "QAT")
     return report_of(model)
 
 

@@ -79,9 +79,14 @@ class Training:
         object.__setattr__(self, "rows_alone", inside and scheme.outer is None and self.axis == -1)
 
     def __str__(self) -> str:
+        return f"QAT: trained as {self.described}; step='convert' quantizes it"
+
+    @property
+    def described(self) -> str:
+        """The recipe, whether scales are learned, and the step of the start."""
         learned = ", scales learned" if self.learn_scales else ""
         late = f", from step {self.start_step}" if self.start_step else ""
-        return f"QAT: trained as {self.recipe}{learned}{late}; step='convert' quantizes it"
+        return f"{self.recipe}{learned}{late}"
 
 
 @torch.library.custom_op("ao_lab::scaled_gradient", mutates_args=())
@@ -165,6 +170,10 @@ class QATModule(ConvertedModule, nn.Module):
         if name == "weight":
             return str(self.qat)
         return "learned by QAT in addition to the weight" if name in ADDED else None
+
+    def training_record(self) -> dict[str, str]:
+        """The recipe that the layer is trained for."""
+        return {**super().training_record(), "QAT": self.qat.described}
 
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""

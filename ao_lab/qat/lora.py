@@ -73,6 +73,7 @@ from ao_lab.transforms.layers import (
     refuse_offloaded,
 )
 from ao_lab.transforms.plan import Device, Filter, selection
+from ao_lab.transforms.training_records import warn_of_saved_training
 from fast.dispatch import functional_transform, is_traced
 from fast.ops import once_differentiable
 
@@ -297,6 +298,13 @@ class LoRALinear(ConvertedModule, nn.Linear):
         """Why a parameter is as it is, for `explain`."""
         return adapter_reason(self.lora, name)
 
+    def training_record(self) -> dict[str, str]:
+        """The adapters, and the recipe of the weight that they train beside."""
+        weight: Any = getattr(self.weight, "_local_tensor", self.weight)
+        return {
+            "LoRA": f"rank {self.lora.rank}, alpha {self.lora.factor * self.lora.rank:g} beside {weight.recipe}"
+        }
+
     def extra_repr(self) -> str:
         """torch's own, and the adapters."""
         return f"{super().extra_repr()}, {self.weight.recipe}, rank={self.lora.rank}"  # type: ignore[attr-defined]
@@ -319,6 +327,11 @@ class LoRASumLinear(QATLinear):
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
         return adapter_reason(self.lora, name) or super().parameter_reason(name)
+
+    def training_record(self) -> dict[str, str]:
+        """The adapters, and the recipe that rounds the sum."""
+        lora = f"rank {self.lora.rank}, alpha {self.lora.factor * self.lora.rank:g}, the sum is rounded"
+        return {**super().training_record(), "LoRA": lora}
 
     def merged(self) -> torch.Tensor:
         """The sum in the weight's dtype, under autocast too: step "convert" makes it once more, outside.
@@ -447,6 +460,7 @@ def prepare_lora(call: Call) -> Report:
             reasons[name] = "LoRA: quantized and frozen, without adapters"
     freeze_rest(model, (wanted.lora for _, _, wanted in selected if wanted.lora is not None))
     keep_report(model, QuantizationPlan(reasons=reasons))
+    warn_of_saved_training(model, "LoRA")
     return report_of(model)
 
 

@@ -39,6 +39,7 @@ from ao_lab.transforms.layers import (
 )
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
 from ao_lab.transforms.report import folded_names
+from ao_lab.transforms.training_records import warn_of_saved_training
 from reference.arrays.namespace import choice
 from reference.training.recipe import Recipe, recipe_of
 
@@ -147,6 +148,7 @@ def convert_for_training_(
         fused, not_fused = fuse_layers_(model, kinds)
     LOG.info("recipe %s: %d modules converted, %d left", record.name, len(found.chosen), len(found.left))
     slow = without_speed(model, settings)
+    warn_of_saved_training(model, "recipe")
     return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused, slow)
 
 

@@ -24,7 +24,7 @@ from ao_lab.transforms.layers import ConvertedModule
 from fast.dispatch import PLAIN
 from fast.ops import constant_result
 from reference.training.linear import multiple_of
-from reference.training.recipe import Operand, Recipe
+from reference.training.recipe import RECIPES, Operand, Recipe
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", steps(self.recipe))
         prepare(self.recipe)
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe's name; with a digest of its products where `RECIPES` has no such record."""
+        return self.recipe.name if RECIPES.get(self.recipe.name) == self.recipe else self.recipe.key
 
 
 class LowPrecisionLinear(ConvertedModule, nn.Linear):
@@ -75,6 +80,10 @@ class LowPrecisionLinear(ConvertedModule, nn.Linear):
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
         return f"trains by recipe {self.low_precision.recipe.name!r}" if name == "weight" else None
+
+    def training_record(self) -> dict[str, str]:
+        """The recipe, beside what the layer trains with otherwise."""
+        return {**super().training_record(), "recipe": self.low_precision.recipe_name}
 
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""

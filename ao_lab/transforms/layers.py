@@ -8,7 +8,8 @@ from where they stand and how many outputs they have (`routers`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, ClassVar, NamedTuple
@@ -139,6 +140,26 @@ def computed_reason(module: nn.Module) -> str | None:
     return None
 
 
+#: The key of a layer's record in the metadata of a state_dict.
+TRAINING = "ao_lab_training"
+#: The list of errors of the last `load_state_dict` that warned: all layers of one are given the same.
+_warned: list[object] = []
+
+
+def _warn_once_a_load(errors: object, prefix: str, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """A UserWarning of what a state trained with, unless this `load_state_dict` has given one."""
+    if _warned and _warned[0] is errors:
+        return
+    _warned[:] = [errors]
+    before, after = (", ".join(f"{kind} {what}" for kind, what in each.items()) for each in (saved, now))
+    warnings.warn(
+        f"load_state_dict: the state was saved in training with {before} ({prefix[:-1] or 'the model itself'}, ...), and this "
+        f"model trains with {after}: training goes on with that",
+        UserWarning,
+        stacklevel=6,
+    )
+
+
 class ConvertedModule:
     """Base of the classes that a module gets in place, such as layers in training, which say themselves how they are."""
 
@@ -154,6 +175,25 @@ class ConvertedModule:
     def parameter_reason(self, name: str) -> str | None:
         """Why one of its parameters is as it is, for a report; None where nothing is to be said."""
         return None
+
+    def training_record(self) -> dict[str, str]:
+        """What it trains with, by kind (recipe, QAT, LoRA, sparsity): what checkpoints are compared by; empty for nothing."""
+        return {}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """torch's; the record goes into the metadata, and no name is added."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        own: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if own is not None and (record := self.training_record()):
+            own[TRAINING] = record
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """torch's; a UserWarning, one for all layers, where the state is of a layer that trained otherwise."""
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        (_, prefix, metadata), errors = args[:3], args[-1]
+        saved, now = metadata.get(TRAINING), self.training_record()
+        if isinstance(saved, dict) and any(saved.get(kind, what) != what for kind, what in now.items()):
+            _warn_once_a_load(errors, prefix, saved, now)
 
 
 def is_converted(module: nn.Module) -> bool:

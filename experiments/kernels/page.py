@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from experiments.harness.rows import Row
+from experiments.kernels import layers
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.figures import NARROW, by_operation, operation, roofline
+from experiments.kernels.layers import joined as joined
 from experiments.kernels.operations import LARGE, SMALL
 from experiments.kernels.results import BaselineResult, CaseResult, results_of, slower_words, summary
 from experiments.kernels.results import kernel_state as kernel_state
@@ -68,7 +70,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for where, lines in results_of(rows).items():
         sentences.append(f"{where.device}: {summary(lines)}")
         sentences.append(fraction_sentence(lines))
-        sentences.append(linear_sentence(lines))
+        sentences += layers.sentences(lines)
         sentences += missed_sentences(rows, where, lines)
     return [sentence for sentence in sentences if sentence]
 
@@ -132,23 +134,6 @@ def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     found = fractions(lines)
     words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
     return f"Memory-bandwidth utilisation, median and range: {', '.join(words)}." if words else ""
-
-
-def linear_sentence(lines: Sequence[CaseResult]) -> str:
-    """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
-    words = [
-        f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
-        f"({1 / line.values['time over dense']:.2f} times as fast)"
-        for line in lines
-        if line.case.startswith("linear.")
-        and line.shape == "14336x4096"
-        and line.values.get("time over dense")
-    ]
-    return (
-        f"One token times a quantized 14336x4096 weight, speed over dense bfloat16: {', '.join(words)}."
-        if words
-        else ""
-    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -254,7 +239,7 @@ def small_table(lines: Sequence[CaseResult]) -> Table:
 
 
 def product_table(lines: Sequence[CaseResult]) -> Table:
-    """Inputs times a stored weight: reading the weight is the floor."""
+    """Inputs times a weight in the plain layout: reading the weight is the floor."""
     columns = [
         "kernel",
         "weight",
@@ -286,7 +271,12 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Matmuls with quantized weights", [*columns, "target met"], table_lines, rows_of(lines))
+    return Table(
+        "Matmuls with quantized weights in the plain layout",
+        [*columns, "target met"],
+        table_lines,
+        rows_of(lines),
+    )
 
 
 def baseline_table(lines: Sequence[CaseResult]) -> Table:

@@ -129,7 +129,7 @@ def main_finding(rows: Sequence[Row]) -> str:
     text = f"over bfloat16, {readable(SHAPE)}: {'; '.join(words)} tokens" if words else ""
     ratios = {name: best_over_torchao(found[TORCHAO], name) for name in (DEFAULT, "int8")}
     beside = [f"{QUOTED[name][1]} {ratio:.2f}" for name, ratio in ratios.items() if ratio]
-    return text + (f"; over torchao's layer, 1 token: {', '.join(beside)}" if beside else "")
+    return text + (f". Over torchao's layer, 1 token: {', '.join(beside)}" if beside else "")
 
 
 def last_of(rows: Sequence[Row], part: str) -> Results:
@@ -165,13 +165,13 @@ def slow_words(part: str, rows: Sequence[Row]) -> list[str]:
     words = []
     for device, found in firsts.items():
         groups = [
-            f"{tokens} token{'s' * (tokens > 1)}: "
-            + ", ".join(member(name) for name, first in found.items() if first == tokens)
+            ", ".join(member(name) for name, first in found.items() if first == tokens)
+            + f" from {tokens} token{'s' * (tokens > 1)} on"
             for tokens in sorted(set(found.values()))
         ]
         if groups:
             words.append(
-                f"{TITLES[part]} ({device}), slower than bfloat16 at some shape from {'; from '.join(groups)}."
+                f"{TITLES[part]} ({device}), slower than bfloat16 at some shape: {'; '.join(groups)}."
             )
     return words
 

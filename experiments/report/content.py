@@ -31,8 +31,9 @@ SENTENCE = re.compile(r"\.\s+(?=[A-Z0-9])")
 
 
 def inline(text: str) -> str:
-    """Markdown's bold and code as HTML, of text that is escaped already."""
+    """Markdown's bold, code and links to pages of experiments as HTML, of text that is escaped already."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+    text = re.sub(r"\[(\w+)\]\((\w+)\.md\)", r'<a href="\2.html">\1</a>', text)
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
@@ -274,6 +275,14 @@ class Card:
         """Its device, and that its run is a short one."""
         return run_of(self.row.device, self.short)
 
+    @property
+    def kernels(self) -> str:
+        """Of a speed on a GPU whether its kernels are those that are chosen today, where its row names them."""
+        if self.row.kernel:
+            return kernels_of([self.row])
+        timed = self.row.unit in (*TIMED, "ratio") and self.row.device != "cpu"
+        return "by the kernels of that day, which are not named" * timed
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -393,6 +402,8 @@ class Comparison:
         return None if self.measured is None or not self.published else self.measured / self.published
 
 
+#: What is said of a line whose kernel is not known.
+UNNAMED = "unnamed"
 #: Commits that a note names one by one; of more, how many there are and the oldest.
 NAMED = 3
 
@@ -403,21 +414,53 @@ def note(rows: Iterable[Row]) -> str:
     return "; ".join(filter(None, (measured_at(rows), kernels_of(rows)))) if rows else ""
 
 
+#: Units of what kernels' times make; of other times, such as those of whole searches, no kernel is asked.
+TIMED = frozenset(
+    (
+        "us",
+        "ms",
+        "tokens/s",
+        "images/s",
+        "users/s",
+        "utterances/s",
+        "1/s",
+        "TB/s",
+        "GB/s",
+        "TFLOP/s",
+        "byte/s",
+    )
+)
+
+
+#: Methods that are not ours or not quantized, as rows call them.
+PEERS = re.compile(
+    r"^(bfloat16|dense|eager|none|prune \+ compress|torch|transformers)\b|cuSPARSELt|torchao|SDPA"
+)
+
+
 def kernels_of(rows: Iterable[Row]) -> str:
-    """Whether rows are of the kernels that run today; nothing of those that name none of ours."""
+    """Whether rows are of the kernels that run today, and how many lines of ours that were timed on a GPU name none; nothing of
+    rows that were not timed there, and of kernels that are others' alone."""
     from experiments.report.launched import kernel_state
 
-    states: dict[tuple[str, ...], str] = {}
+    rows, states = list(rows), dict[tuple[str, ...], str]()
     for row in rows:
         if row.kernel and row.experiment in EXPERIMENTS:
             tell = getattr(EXPERIMENTS[row.experiment].page_module(), "kernel_state", kernel_state)
             if state := tell(row):
                 states[row.line] = state
+    named = {row.line for row in rows if row.kernel}
+    states |= {row.line: UNNAMED for row in rows if is_timed(row) and row.line not in named}
     counts = Counter(states.values())
-    other, unnamed = counts["other"], counts["unnamed"]
+    other, unnamed = counts["other"], counts[UNNAMED]
     words = [f"{other} of {len(states)} lines with another kernel than is chosen today"] * bool(other)
     words += [f"{unnamed} of {len(states)} lines do not name their kernel"] * bool(unnamed)
     return ", ".join(words) if words else "by the kernels that are chosen today" * bool(states)
+
+
+def is_timed(row: Row) -> bool:
+    """Whether a row is a time or a rate of ours on a GPU."""
+    return row.unit in TIMED and row.device != "cpu" and not PEERS.search(row.method)
 
 
 def measured_at(rows: Iterable[Row]) -> str:

@@ -114,7 +114,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
                 f"{name} {one.mean:.2f} ± {one.half:.2f}" for name, one in gaps.items() if one is not None
             ]
             counts = seeds_in(one.seeds for one in gaps.values() if one is not None)
-            found.append(f"{title.lower()}, {unit}, {counts}: {', '.join(said)}")
+            found.append(f"{title.lower()} (in {unit}, {counts}) {', '.join(said)}")
             used += [row for row in run[1].rows if row.method in QUOTED and row.metric == "gap"]
     return [Headline(f"2:4 models lie behind dense ones: {'; '.join(found)}", used)] if found else []
 

@@ -178,16 +178,23 @@ PRODUCT_TITLES = {
 PRODUCT_TEXTS = {
     products.KIND: (
         "Microseconds of a matmul of tokens x inputs x outputs; casts and compression are not included, scales of FP8 "
-        "are. cuSPARSELt with the fastest of all its algorithms. Dense matmuls have weights without zeros."
+        "are. cuSPARSELt with the fastest of all its algorithms. Dense matmuls have weights without zeros: `dense` is torch's "
+        "in bfloat16, `fp8` is `torch._scaled_mm`. Layers of this library in FP8, inputs included, are timed on another "
+        "page, where a shape is outputs x inputs: [linear](linear.md)."
     ),
     models.BLOCKS_KIND: "Microseconds of all linear layers of a block of Llama-3.1-8B, weights read from memory. FP8 in 2:4 "
     "storage by the kernels that tuning chose.",
 }
+#: What shapes and names in findings of a kind are.
+PRODUCT_NOTES = {
+    products.KIND: ", tokens x inputs x outputs, torch's dense fp8 by `torch._scaled_mm`",
+    models.BLOCKS_KIND: "",
+}
 #: By kind: names of ratios, the method whose speed they are of, and those whose best they are over.
 PRODUCT_RATIOS = {
     products.KIND: (
-        ("over dense", products.OWN, (DENSE,)),
-        ("over dense fp8", products.OWN, (products.DENSE_FP8,)),
+        ("over dense bfloat16", products.OWN, (DENSE,)),
+        ("over torch's dense fp8", products.OWN, (products.DENSE_FP8,)),
         ("over libraries' 2:4", products.OWN, (products.CUSPARSELT, products.CUTLASS)),
     ),
     models.BLOCKS_KIND: (
@@ -211,7 +218,7 @@ def product_findings(rows: Sequence[Row]) -> list[str]:
                 if (ratios := ratios_of(kind, setting, results))
             ]
             if said:
-                words.append(f"{title} ({device}; {setting}), speed: {'; '.join(said)}.")
+                words.append(f"{title} ({device}; {setting}){PRODUCT_NOTES[kind]}, speed: {'; '.join(said)}.")
     return words
 
 
@@ -256,7 +263,7 @@ def product_main_finding(rows: Sequence[Row]) -> str:
     for name, *_ in PRODUCT_RATIOS[models.BLOCKS_KIND]:
         values = [one[name] for one in ratios if name in one]
         words += [f"{name} {min(values):.2f} to {max(values):.2f}"] if values else []
-    return f"layers of a block at 1 to 16 tokens, speed of {', '.join(words)}" if words else ""
+    return f"Layers of a block at 1 to 16 tokens, speed of {', '.join(words)}" if words else ""
 
 
 def product_sections(rows: Sequence[Row]) -> list[Section]:
@@ -559,7 +566,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 def main_finding(rows: Sequence[Row]) -> str:
     """What 2:4 costs in accuracy, and what it gains of int4 and FP8 layers in decoding."""
     costs = [one.text for one in accuracy_page.headlines(rows)]
-    return "; ".join(filter(None, (*costs, product_main_finding(rows))))
+    return ". ".join(filter(None, (*costs, product_main_finding(rows))))
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

@@ -27,6 +27,8 @@ from reference.calibration.hessian import (
 TOKENS = 4096
 #: Rows of a matrix of inputs by inputs that are put in order at a time: such matrices are the largest that calibration has.
 STRIP = 1024
+#: The same for products on a CPU, where less to multiply is worth more of them.
+CPU_STRIP = 384
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -163,8 +165,9 @@ def quadratic_rows(change: torch.Tensor, h: torch.Tensor, lower: bool = True) ->
     across the diagonal are added before they are multiplied, so that there are about half of D H's products.
     """
     total = torch.zeros(len(change), dtype=torch.float64, device=change.device)
-    for start in range(0, len(h), STRIP):
-        part = slice(start, min(start + STRIP, len(h)))
+    size = min(STRIP, CPU_STRIP) if change.device.type == "cpu" else STRIP
+    for start in range(0, len(h), size):
+        part = slice(start, min(start + size, len(h)))
         own, left, square = change[:, part], h[part, :start], h[part, part]
         square = square.tril() + square.tril(-1).mT if lower else square
         moved = own @ square

@@ -1,9 +1,10 @@
 """`smoothing_factors` and `awq_factors` for torch tensors; `reference.calibration.smoothing` states the rules.
 
-CPU tensors run the reference. Elsewhere the same steps run as float64 operations of torch. Powers may differ by a unit in the
-last place of float64 before they are rounded to float32. Sums over K are those of matrix products, elements across the
-diagonal of the Hessian added first (half of the products), so a ratio's error agrees to about 1e-12 of itself, and the chosen
-ratio unless two nearly tie.
+`smoothing_factors` of CPU tensors is the reference's. Else the same steps run as float64 operations of torch, `awq_factors` on
+every device: its weights are rounded by the kernels of `fake_quantize`, on CPUs too. Powers may differ by a unit in the last
+place of float64 before they are rounded to float32. Sums over K are those of matrix products, elements across the diagonal of
+the Hessian added first (half of the products), so a ratio's error agrees to about 1e-12 of itself, and the chosen ratio
+unless two nearly tie.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fast.calibration.inputs import (
     torch_of,
     weight_matrix,
 )
-from fast.calibration.search import search_scales_on_device
+from fast.calibration.search import search_scales
 from fast.quantize.fake_quantize import fake_quantize
 from reference.calibration import smoothing as rule
 from reference.calibration.smoothing import AWQFactors, check_alpha, check_ratios
@@ -61,34 +62,18 @@ def awq_factors(
 ) -> AWQFactors:
     """The factors of least output error, with the errors of all ratios, on the weights' device: see `reference.awq_factors`."""
     weights = [float_tensor(w, "awq_factors", "ws") for w in (ws if isinstance(ws, (list, tuple)) else [ws])]
-    h = float_tensor(hessian, "awq_factors", "the hessian")
-    x = float_tensor(x_mean, "awq_factors", "x_mean")
-    if weights and weights[0].device.type != "cpu":
-        return awq_factors_on_device(weights, h, x, scheme, ratios=ratios, search=search)
-    arrays = [numpy_of(w) for w in weights]
-    result = rule.awq_factors(arrays, numpy_of(h), numpy_of(x), scheme, ratios=ratios, search=search)
-    return AWQFactors(torch_of(result.factors), torch_of(result.errors), result.ratio)
-
-
-def awq_factors_on_device(
-    ws: Sequence[torch.Tensor],
-    hessian: torch.Tensor,
-    x_mean: torch.Tensor,
-    scheme: str | Scheme,
-    *,
-    ratios: int = 20,
-    search: bool = False,
-) -> AWQFactors:
-    """The same by torch operations on the device of the first weight, whatever it is."""
-    scheme, device = scheme_of(scheme), ws[0].device
-    size = _common_inputs(ws)
-    h = second_moments(hessian.to(device), size, "awq_factors")
-    x = input_values(x_mean.to(device), size, "awq_factors", "x_mean")
+    scheme, size = scheme_of(scheme), _common_inputs(weights)
+    device = weights[0].device
+    h = float_tensor(hessian, "awq_factors", "the hessian").to(device)
+    h = second_moments(h, size, "awq_factors")
+    x = float_tensor(x_mean, "awq_factors", "x_mean").to(device)
+    x = input_values(x, size, "awq_factors", "x_mean")
     check_ratios(ratios)
-    used = torch.stack([(w != 0).any(dim=0) for w in ws]).any(dim=0)
-    live = (x > 0) & used
+    live = (x > 0) & torch.stack([(w != 0).any(dim=0) for w in weights]).any(dim=0)
     table = torch.stack([rule.power_factors(x, live, step / ratios) for step in range(ratios)])
-    errors = torch.stack([sum((_error(w, h, s, scheme, search) for w in ws), h.new_zeros(())) for s in table])
+    errors = torch.stack(
+        [sum((_error(w, h, s, scheme, search) for w in weights), h.new_zeros(())) for s in table]
+    )
     # The first of equals, where torch.argmin may return any.
     best = int((errors == errors.min()).int().argmax())
     return AWQFactors(table[best], errors, best / ratios)
@@ -99,7 +84,7 @@ def _error(
 ) -> torch.Tensor:
     """tr(D H D^T) of one weight, 0-d; infinite where the scheme stores no number."""
     smoothed = rounded(w.double() * factors, w.dtype)
-    scales = search_scales_on_device(smoothed, scheme, weights=h.diagonal() / factors**2) if search else None
+    scales = search_scales(smoothed, scheme, weights=h.diagonal() / factors**2) if search else None
     values = fake_quantize(smoothed, scheme, scales=scales)
     error = h.new_zeros(())
     step = max(CHUNK // max(w.shape[1], 1), 1)
@@ -112,6 +97,8 @@ def _error(
 
 def _common_inputs(ws: Sequence[torch.Tensor]) -> int:
     """The K of all weights."""
+    if not ws:
+        raise ValueError("awq_factors takes the weights that read these inputs, got none; give at least one")
     sizes = {weight_matrix(w, "awq_factors", "ws").shape[1] for w in ws}
     if len(sizes) > 1:
         raise ValueError(

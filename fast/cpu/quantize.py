@@ -2,7 +2,8 @@
 every call of a layer.
 
 Records that follow the rules of default schemes are taken: symmetric floats and integers, or integers with zero points of
-codes, scales that are a ratio, a power of two, or a ratio under an outer scale over all elements. Results have the
+codes, scales that are a ratio (without zero points also one of the input's dtype), a power of two, or a ratio under an outer
+scale over all elements. Results have the
 reference's bits; None stands for what is left to the reference, NaN and infinities among it.
 
 `fake_quantize` goes by that loop, or some rows at a time: quantized by the reference, dequantized by what is quicker. The bits
@@ -12,6 +13,7 @@ do not depend on each other, and what lies between stays in cache; else all rows
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import frexp, prod
 from typing import Any
@@ -167,7 +169,7 @@ def _rule_of(x: torch.Tensor, scheme: Scheme, *, codes: bool) -> Any:
 def _rule(scheme: Scheme, half: bool, codes: bool) -> Any:
     from fast.cpu.loops.rounding import Floats, Rounding
 
-    element, scales = scheme.format, _scales(scheme)
+    element, scales = scheme.format, _scales(scheme, half)
     if scales is None or not _is_plain(scheme):
         return None
     common: dict[str, Any] = {"half": half, "codes": codes, **scales}
@@ -199,7 +201,7 @@ def _is_plain(scheme: Scheme) -> bool:
     )
 
 
-def _scales(scheme: Scheme) -> dict[str, Any] | None:
+def _scales(scheme: Scheme, half: bool) -> dict[str, Any] | None:
     """How block scales are found; None where the loop does not find them so."""
     from fast.cpu.loops.rounding import OUTER, RATIO, TABLE, Floats
 
@@ -209,14 +211,15 @@ def _scales(scheme: Scheme) -> dict[str, Any] | None:
     if quantizes_by_table(scheme):
         return {"scale": TABLE, "target": 1.0} if outer is None and scale.block != "tensor" else None
     statistic = "absmax" if scheme.zero is None else "minmax_with_zero"
-    floor = _floor(scale)
+    is_short = half and scale.compute == "input"
+    floor = _floor(replace(scale, compute="float32") if _may_be_short(scheme) else scale)
     if floor is None or (scale.statistic, scale.rule) != (statistic, "ratio"):
         return None
     result = {"target": scale.target, "floor": floor}
     if outer is None:
         is_tensor = scale.block == "tensor"
         good = scale.storage == "float32" and not (is_tensor and scheme.zero is not None)
-        return {"scale": RATIO, "is_tensor": is_tensor, **result} if good else None
+        return {"scale": RATIO, "is_tensor": is_tensor, "short_scale": is_short, **result} if good else None
     storage, outer_floor = FORMATS.get(scale.storage), _floor(outer)
     good = (outer.block, outer.statistic, outer.rule) == ("tensor", "absmax_elements", "ratio")
     good = good and scheme.outer_order == "decode" and outer.storage == "float32" and scheme.zero is None
@@ -227,6 +230,13 @@ def _scales(scheme: Scheme) -> dict[str, Any] | None:
     stored = Floats(storage.mantissa_bits, storage.emin, storage.max)
     outers = {"outer_target": outer.target, "outer_floor": outer_floor}
     return {"scale": OUTER, "stored": stored, **outers, **result}
+
+
+def _may_be_short(scheme: Scheme) -> bool:
+    """Whether scales are rounded to the input's dtype, and nothing else: of bfloat16, that has the target itself."""
+    scale, target = scheme.scale, scheme.scale.target
+    exact = float(torch.tensor(target, dtype=torch.bfloat16, device="cpu")) == target
+    return scale.compute == "input" and scheme.zero is None and scheme.outer is None and exact
 
 
 def _floor(scale: Scale) -> float | None:

@@ -134,13 +134,13 @@ def _gemm_is_faster(p: Problem) -> bool:
     least, most = C.asked_for
     if not least <= p.rows <= most:
         return False
-    from fast.kernels.sm90_w4a16_gemm.host import microseconds_of_few
+    from fast.kernels.sm90_w4a16_gemm.host import small_m_microseconds
     from fast.kernels.triton_small_m.host import microseconds
 
     weight = SM90_W4A16_GEMM.chosen(p).problem.weight
     product, processors = (int(p.rows), p.n, p.k), p.device.processors
     other = microseconds(*product, *weight, processors)
-    return microseconds_of_few(*product, weight, processors) < C.margin * other
+    return small_m_microseconds(*product, weight, processors) < C.margin * other
 
 
 def _gemv_is_faster(p: Problem) -> bool:
@@ -363,7 +363,7 @@ def gradients(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
-#: Rows that are asked for up to 128: families of few rows take turns there, of whole tiles and of a few rows more.
+#: Rows that are asked for up to 128: families of small M alternate there, of whole tiles and of a few rows more.
 ASKED = (*range(1, 18), 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128)
 
 

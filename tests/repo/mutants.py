@@ -45,7 +45,7 @@ BITS = SM90 + "intn_small_m.py -k variants_give"
 W4A16_GEMV = SM90 + "w4a16_gemv.py -k '(variants_give and stream) or scales_of'"
 DIRECT = SM90 + "w4a16_gemv.py -k 'variants_give and direct'"
 FACTORED = SM90 + "w4a16_gemv.py -k 'variants_give and elements'"
-MIXED = SM90 + "w4a16_gemm.py -k 'elements_of and (int4 or split or turns)'"
+MIXED = SM90 + "w4a16_gemm.py -k 'elements_of and (int4 or split or slices)'"
 ROW_SCALES = SM90 + "w4a16_gemm.py -k sums_are_multiplied"
 FACTORS = SM90 + "w4a16_gemm.py -k every_element"
 EXPERTS = SM90 + "w4a16_gemm_experts.py -k row_has_the_weight"
@@ -225,7 +225,7 @@ KERNELS = [
              "u32(150 - 4 * r) << 23 | 8u << 4 * r", "u32(150 - 4 * r) << 23", MIXED),
     Mutation("parts of K begin with the first scales", "fast/kernels/sm90_w4a16_gemm/load.cuh",
              "PARTS > 1 ? PARTS * steps.first : steps.first / p.each", "PARTS > 1 ? PARTS * steps.first : 0", ROW_SCALES),
-    Mutation("another's sums replace one's own", "fast/kernels/sm90_w4a16_gemm/turns.cuh",
+    Mutation("another's sums replace one's own", "fast/kernels/sm90_w4a16_gemm/sliced_k.cuh",
              "sum[i] = __fadd_rn(sum[i], __uint_as_float(words[i]))", "sum[i] = __uint_as_float(words[i])", MIXED),
     Mutation("scales of blocks are not rounded with the weight's", "fast/kernels/sm90_w4a16_gemm/factors.cuh",
              "0x1p-118f), own)", "0x1p-118f), 1.f)", FACTORS),

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
 from ao_lab.transforms.layers import is_converted
 from ao_lab.transforms.report import folded_names
+from ao_lab.transforms.training_records import warn_of_other_training, write_training
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
 OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
@@ -86,14 +88,21 @@ def _saving(dense: Any) -> Any:
         adapters = getattr(self, "_hf_peft_config_loaded", False)
         if adapters or not any(map(holds_quantized, self.parameters())):
             warn_of_training(self)
+            is_main = args[0] if args else kwargs.get("is_main_process", True)
             if len(args) < 2 and any(isinstance(m, (QATModule, SparseLinear)) for m in self.modules()):
                 state = kwargs.get("state_dict")
                 kwargs["state_dict"] = once(self.state_dict() if state is None else state)
-            return dense(self, save_directory, *args, **kwargs)
+            result = dense(self, save_directory, *args, **kwargs)
+            if is_main:
+                write_training(self, save_directory)
+            return result
         if any(isinstance(module, LoRALinear) for module in self.modules()):
             warn_of_adapters(self)
             with as_plain(self):
-                return saved(self, save_directory, *args, **kwargs)
+                saved(self, save_directory, *args, **kwargs)
+            if kwargs.get("is_main_process", True):
+                write_training(self, save_directory)
+            return None
         return saved(self, save_directory, *args, **kwargs)
 
     return save_pretrained
@@ -159,20 +168,29 @@ def warn_of_training(model: Any) -> None:
     sparse = [name for name, m in model.named_modules() if isinstance(m, SparseLinear)]
     if prepared:
         _warn(
+            model,
             f"a training checkpoint: {len(prepared)} layers ({prepared[0]}, ...) are prepared for QAT, and their weights are "
             f"saved dense; quantize_(model, QATConfig(config, step='convert')) before saving gives the quantized model"
-            f"{_state(model)}"
+            f"{_state(model)}",
         )
     elif sparse:
         _warn(
+            model,
             f"{len(sparse)} layers ({sparse[0]}, ...) train sparse, and the folder holds their weights without their masks "
             f"applied: call sparsify_ again after loading to go on training, or finish_sparsity_(model) and save to keep the "
-            f"sparse model{_state(model)}"
+            f"sparse model{_state(model)}",
         )
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=4)
+#: What each model has been told of already: a run that saves a hundred checkpoints hears it once.
+_told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def _warn(model: Any, text: str) -> None:
+    told = _told.setdefault(model, set())
+    if text not in told:
+        told.add(text)
+        warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _state(model: Any) -> str:
@@ -219,11 +237,11 @@ def warn_of_adapters(model: Any) -> None:
     """A UserWarning that says which file of a model with adapters holds what."""
     adapted = [name for name, m in model.named_modules() if isinstance(m, LoRALinear)]
     _warn(
+        model,
         f"{len(adapted)} layers ({adapted[0]}, ...) have adapters in training: the folder has these beside the quantized "
-        f"weights, and from_pretrained leaves them out. Trainer resumes from it; to go on otherwise, keep "
-        f"ao_lab.lora_state_dict(model), and load that by load_state_dict(..., strict=False) into a model that is prepared in "
-        f"the same way. To keep one quantized model, call quantize_(model, QATConfig(config, step='convert')), which merges, "
-        f"and save"
+        f"weights, and from_pretrained leaves them out. Trainer resumes from it. ao_lab.save_adapter(model, folder) writes "
+        f"them alone, for peft and for ao_lab.load_adapter. To keep one quantized model, call "
+        f"quantize_(model, QATConfig(config, step='convert')), which merges, and save",
     )
 
 
@@ -374,6 +392,7 @@ def register() -> None:
 
     @functools.wraps(resume)
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        warn_of_other_training(unwrapped(self.model), resume_from_checkpoint)
         if is_ours(resume_from_checkpoint):
             result = load_into(self.model if model is None else model, resume_from_checkpoint)
             self._issue_warnings_after_load(result)
@@ -389,6 +408,17 @@ def register() -> None:
             best(self)
 
     known: Any = trainer
+    keep = kind._save_checkpoint
+
+    @functools.wraps(keep)
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        keep(self, model, trial)
+        if (
+            self.args.should_save
+        ):  # models of other classes, and sharded files, which save_pretrained did not write
+            name = f"{known.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            write_training(unwrapped(self.model), Path(self._get_output_dir(trial=trial)) / name)
+
     checked = known.validate_quantization_for_training
 
     @functools.wraps(checked)
@@ -399,6 +429,7 @@ def register() -> None:
     known.validate_quantization_for_training = validate_quantization_for_training
     _load_from_checkpoint.of_ao_lab = True  # type: ignore[attr-defined]
     kind._load_from_checkpoint, kind._load_best_model = _load_from_checkpoint, _load_best_model
+    kind._save_checkpoint = _save_checkpoint
 
 
 #: What an error about a slice says to do, which is nothing that one can do here.

@@ -409,6 +409,10 @@ class SparseLinear(ConvertedModule, nn.Linear):
         """Why a parameter is as it is, for `explain`."""
         return f"trains {self.sparse}" if name == "weight" else None
 
+    def training_record(self) -> dict[str, str]:
+        """The configuration, beside what the layer trains with otherwise."""
+        return {**super().training_record(), "sparsity": str(self.sparse)}
+
     def extra_repr(self) -> str:
         """torch's own, and the configuration."""
         return f"{super().extra_repr()}, {self.sparse}"

@@ -376,6 +376,10 @@ class LowPrecisionExperts(ConvertedModule):
         matrices = is_matrices(getattr(self, name))
         return f"trains by recipe {self.low_precision.recipe.name!r}" if matrices else None
 
+    def training_record(self) -> dict[str, str]:
+        """The recipe."""
+        return {"recipe": self.low_precision.recipe_name}
+
     def extra_repr(self) -> str:
         """The module's own, and the recipe."""
         own = super().extra_repr()  # type: ignore[misc]

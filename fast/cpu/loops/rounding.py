@@ -35,16 +35,20 @@ class Floats:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a kernel is compiled for. half: of bfloat16, else of float32; scale: RATIO, TABLE or OUTER; target, floor: of block
-    scales, a floor of 0 is none; is_tensor: one amax is of all blocks; floats: of elements, or None, and integers from low to
-    high; has_zero: with zero points, the range is widened to hold 0; codes: codes, scales and zero points are written, else
-    numbers; outer_target, outer_floor, stored: of OUTER, the last what block scales are stored in."""
+    """What a kernel is compiled for.
+
+    half: of bfloat16, else of float32; scale: RATIO, TABLE or OUTER; target, floor: of block scales, a floor of 0 is none;
+    is_tensor: one amax is of all blocks; short_scale: a RATIO is rounded to bfloat16; floats: of elements, or None, and integers
+    from low to high; has_zero: with zero points, the range is widened to hold 0; codes: codes, scales and zero points are
+    written, else numbers; outer_target, outer_floor, stored: of OUTER, the last what block scales are stored in.
+    """
 
     half: bool
     scale: int
     target: float
     floor: float = 0.0
     is_tensor: bool = False
+    short_scale: bool = False
     floats: Floats | None = None
     low: int = 0
     high: int = 0
@@ -122,10 +126,18 @@ def _integer(number):  # type: ignore[no-untyped-def]
     return np.float32(np.float32(number + constant) - constant)
 
 
+@njit(inline="always", **OPTIONS)
+def _short(number):  # type: ignore[no-untyped-def]
+    """The nearest bfloat16 of a number that is not negative, ties to even."""
+    bits = np.float32(number).view(np.int32)
+    bits = np.int32(bits + np.int32(0x7FFF) + np.int32((bits >> 16) & 1))
+    return np.int32(bits & np.int32(-0x10000)).view(np.float32)
+
+
 def _kernel(rule: Rounding) -> Callable[..., None]:
     """All that a kernel closes over are numbers: they tell Numba's files on disk apart, and become constants."""
     half, way, is_tensor, has_zero, codes = rule.half, rule.scale, rule.is_tensor, rule.has_zero, rule.codes
-    is_float, one = rule.floats is not None, np.float32(1)
+    is_float, one, short_scale = rule.floats is not None, np.float32(1), rule.short_scale
     e, s = rule.floats or Floats(0, 0, 0.0), rule.stored or Floats(0, 0, 0.0)
     mantissa, exponent, most = e.mantissa, e.exponent, np.float32(e.largest)
     s_mantissa, s_exponent, s_most = s.mantissa, s.exponent, np.float32(s.largest)
@@ -165,6 +177,7 @@ def _kernel(rule: Rounding) -> Callable[..., None]:
                     s = np.float32(outer * (s if s > floor else floor))
                 else:
                     s = np.float32(np.float32(amax - begin) / target)
+                    s = _short(s) if short_scale else s
                     s = s if s > floor else floor
                 if not (amax < far and begin > -far and s >= tiny):
                     is_plain = np.uint8(0)

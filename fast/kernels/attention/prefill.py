@@ -283,17 +283,16 @@ def operands(
     plan: Plan | sm90.Variant | None = None,
 ) -> Heads:
     """What `attended` multiplies under a plan, by the kernels that it names where they take it; see `quantize_heads`."""
-    inside = isinstance(plan, sm90.Variant) and plan.inside and sm90.takes_queries(q)
     if (
         isinstance(plan, sm90.Variant)
         and plan.heads
         and seen is None
         and sm90_heads.refusal(k, v, recipe) is None
     ):
-        made = sm90_heads.quantized(k, v, recipe, None if inside else q, plan.token_major)
+        made = sm90_heads.quantized(k, v, recipe, q, plan.token_major)
         if made is not None:
-            return made if inside or made.q is not None else _with_queries(made, q, recipe)
-    return quantize_heads(q, k, v, recipe, seen, queries=not inside)
+            return made if made.q is not None else _with_queries(made, q, recipe)
+    return quantize_heads(q, k, v, recipe, seen)
 
 
 def _with_queries(heads: Heads, q: torch.Tensor, recipe: AttentionRecipe) -> Heads:
@@ -322,17 +321,14 @@ def attended(
     heads: Heads, q: torch.Tensor, v: torch.Tensor, recipe: AttentionRecipe, scale: float, causal: bool, offset: int | None,
     window: int | None, mask: torch.Tensor | None, keys: int, plan: Plan | sm90.Variant | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product of codes; see `attention`. q, v: for shapes and dtype; heads without codes of queries get them of q."""
+    """The product of codes; see `attention`. q, v: for shapes and dtype."""
     if plan is None and sm90.refusal(q, v, recipe, window, mask) is None:
         plan = sm90.SERVED
     if isinstance(plan, sm90.Variant):
-        variant = plan._replace(inside=heads.q is None)
-        y = sm90.attended(heads, q, recipe, scale, causal, offset, keys, variant)
+        y = sm90.attended(heads, q, recipe, scale, causal, offset, keys, plan)
         if y is not None:
             return y
         plan = None
-    if heads.q is None or heads.q_scale is None:
-        heads = _with_queries(heads, q, recipe)
     assert heads.q is not None
     (batch, count, queries, width), value_width = q.shape, v.shape[-1]
     groups, d, v_d = count // v.shape[1], width_of(width), width_of(value_width)

@@ -11,8 +11,7 @@ its thread.
 
 Launches: sums of keys and largest values by channels (`statistics_kernel`, one for a part of the tokens), the mean key
 (`mean_kernel`), codes (`heads_kernel`, `values_kernel`). Codes and scales are those of the block kernel's rules, bit for bit;
-the mean is a float32 sum in an order of its own, and is handed back. The same in CUDA C++: `sm90_heads`, and queries within
-`sm90_attention.cu`.
+the mean is a float32 sum in an order of its own, and is handed back. The same in CUDA C++: `sm90_heads`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ LARGEST_FLOAT = tl.constexpr(float(np.finfo(np.float32).max))
 class Heads(NamedTuple):
     """Codes and scales as above, and the mean key (B, KV, 1, D) in float32, None where it is not removed.
 
-    q, q_scale: None where a kernel of attention makes them itself.
+    q, q_scale: None where they are not made yet.
     """
 
     q: torch.Tensor | None
@@ -292,18 +291,13 @@ def quantize_heads(
     v: torch.Tensor,
     recipe: AttentionRecipe,
     seen: torch.Tensor | None = None,
-    *,
-    queries: bool = True,
 ) -> Heads:
-    """Codes of q (B, H, T, D), k and v (B, KV, S, D), last strides 1. seen: bool (B, S), keys that any query sees.
-
-    queries: whether codes of q are made.
-    """
+    """Codes of q (B, H, T, D), k and v (B, KV, S, D), last strides 1. seen: bool (B, S), keys that any query sees."""
     seen = None if seen is None else seen.contiguous().view(torch.uint8)
     mean, largest = _statistics(k, v, recipe.center, seen)
     _, key, value = recipe.schemes
     return Heads(
-        *(query_codes(q, recipe) if queries else (None, None)), *_codes(k, mean, seen, key, recipe.rotate),
+        *query_codes(q, recipe), *_codes(k, mean, seen, key, recipe.rotate),
         *_values(v, largest, seen, value), mean,
     )  # fmt: skip
 

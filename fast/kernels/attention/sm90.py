@@ -6,7 +6,6 @@ share the tensor core and the special unit: `sm90_attention.cu`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,27 +21,22 @@ from reference.attention.quantized import LOG2E, AttentionRecipe
 
 #: Channels of a head; queries and keys of a tile; rows of ones behind a tile of values.
 WIDTH, QUERIES, KEYS, ONES = 128, 128, 128, 8
-#: Pointers of a launch, of which the first three are read through their tensor maps; those where queries become codes inside,
-#: of which the first two are.
+#: Pointers of a launch, of which the first three are read through their tensor maps.
 POINTERS = ("k", "v", "q", "q_scale", "k_scale", "v_scale", "y")
-POINTERS_INSIDE = ("k", "v", "queries", "k_scale", "v_scale", "y")
-#: Numbers of the source's `Problem`, and the strides of queries that become codes inside.
-NUMBERS, STRIDES = "f10i4x", "3q"
+#: Numbers of the source's `Problem`.
+NUMBERS = "f10i4x"
 #: Bytes of keys and values, of all sequences, that programs at work read together: half of the second-level cache.
 TOGETHER = 24 << 20
 
 
 class Variant(NamedTuple):
     """stages: of the ring of keys and values. units: of queries that lie in shared memory, a power of two: where there is one,
-    no keys of the next unit come before all have multiplied this one's. inside: whether the kernel makes codes of queries.
-
-    heads: whether codes of keys and values, and of queries where they are not made inside, come from `sm90_heads`. Both are of
-    the whole of attention: what these do not take is made by Triton's kernels. token_major: see `sm90_heads.quantized`.
+    no keys of the next unit come before all have multiplied this one's. heads: whether codes come from `sm90_heads`; what that
+    does not take is made by Triton's kernels. token_major: see `sm90_heads.quantized`.
     """
 
     stages: int = 4
     units: int = 1
-    inside: bool = False
     heads: bool = False
     token_major: bool = False
 
@@ -60,27 +54,22 @@ class Variant(NamedTuple):
     def shared(self) -> int:
         """Bytes of dynamic shared memory: queries, the ring with scales of keys, barriers, alignment."""
         stage = KEYS * WIDTH + (WIDTH + ONES) * KEYS + 4 * KEYS
-        queries = QUERIES * WIDTH + 16 + 4 * QUERIES * self.inside
-        return self.units * queries + self.stages * (stage + 32) + 1024
+        return self.units * (QUERIES * WIDTH + 16) + self.stages * (stage + 32) + 1024
 
 
 class Problem(NamedTuple):
-    """What is multiplied: element of queries and keys, dtype of the result, whether each key has a scale, whether causal.
-
-    rotate: whether queries that become codes inside are transformed.
-    """
+    """What is multiplied: element of queries and keys, dtype of the result, whether each key has a scale, whether causal."""
 
     element: str
     out: str
     by_token: bool
     causal: bool
-    rotate: bool = True
 
 
 def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     return {
         "STAGES": variant.stages, "OUT": KINDS.index(problem.out), "BY_TOKEN": int(problem.by_token),
-        "CAUSAL": int(problem.causal), "INSIDE": int(variant.inside), "Q_STAGES": variant.units, "ROTATE": int(problem.rotate),
+        "CAUSAL": int(problem.causal), "Q_STAGES": variant.units,
         "INTEGER": int(problem.element == "int8"), "BF16": int(problem.out == "bfloat16"),
     }  # fmt: skip
 
@@ -133,8 +122,6 @@ KERNEL = Kernel(
 )
 
 
-#: The same, which may begin while the launch in front ends: that of keys and values, never that which made the queries.
-EARLY = replace(KERNEL, programmatic=True)
 #: What serves where nothing else is asked for.
 SERVED = Variant(units=2, heads=True, token_major=True)
 
@@ -162,7 +149,7 @@ def unfit(
 
 
 def takes_queries(q: torch.Tensor) -> bool:
-    """Whether the kernel can make codes of these queries: 16-bit floats, in rows that begin at multiples of 16 bytes."""
+    """Whether `sm90_heads` makes codes of these queries: 16-bit floats, in rows that begin at multiples of 16 bytes."""
     steps = (q.data_ptr() // 2, *q.stride()[:3])
     return q.dtype in (torch.bfloat16, torch.float16) and not any(one % 8 for one in steps)
 
@@ -173,17 +160,16 @@ def attended(
 ) -> torch.Tensor | None:  # fmt: skip
     """(B, H, T, D), memory (B, T, H, D), of codes; None where the kernel does not compile or load.
 
-    q: for shape and dtype; where the variant makes codes inside, what they are made of.
+    q: for shape and dtype.
     """
     variant = SERVED if variant is None else variant
     by_token = tokens_of_scale(recipe.schemes[1], WIDTH) == 1
-    rotate = recipe.rotate if variant.inside else True
-    problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal, rotate)
-    if not cuda.is_loadable(_kernel(variant), variant, problem, heads.k.get_device(), variant.shared):
+    problem = Problem(recipe.schemes[0].element, FLOAT_NAMES[q.dtype], by_token, causal)
+    if not cuda.is_loadable(KERNEL, variant, problem, heads.k.get_device(), variant.shared):
         return None
     launch = _launch(heads, q, scale, offset, keys, variant, problem)
     names = launch.names
-    call = Call({**heads._asdict(), "queries": q}, strided=True)
+    call = Call(heads._asdict(), strided=True)
     batch, count, queries, _ = q.shape
     call.allocate("y", (batch, queries, count, WIDTH), q.dtype)
     call.launch(launch, names)
@@ -205,31 +191,24 @@ def _launch(
     groups, q_room, k_room = count // heads.k.shape[1], padded(queries), padded(keys)
     rows, place = batch * count, keys - queries if offset is None else offset
     together = min(rows, max(1, TOGETHER // (2 * k_room * WIDTH)) * groups)
-    token_major = heads.q is not None and count > 1 and heads.q.stride(1) == WIDTH
+    assert heads.q is not None
+    token_major = count > 1 and heads.q.stride(1) == WIDTH
     sizes = (queries, q_room, keys, k_room, place, count, groups, rows, together)
     numbers = (scale * LOG2E, *sizes, token_major)
     units = rows * -(-queries // QUERIES)
     device = heads.k.get_device()
-    kernel = _kernel(variant)
-    programs = min(units, cuda.clusters_at_once(kernel, variant, problem, variant.shared, device))
+    programs = min(units, cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, device))
 
-    def describe(k: int, v: int, q: int | None = None) -> bytes:
+    def describe(k: int, v: int, q: int) -> bytes:
         found = tensor_map(k, rows // groups * k_room, WIDTH, (KEYS, WIDTH))
         found += tensor_map(v, rows // groups * WIDTH, k_room, (WIDTH, KEYS))
-        if q is None:
-            return found
         across = count if token_major else 1
         return found + tensor_map(q, rows // across * q_room, across * WIDTH, (64, WIDTH))
 
-    names, layout, maps = POINTERS, NUMBERS, Maps(describe, 3, (0, 1, 2))
-    if variant.inside:
-        names, layout, maps = POINTERS_INSIDE, NUMBERS + STRIDES, Maps(describe, 2, (0, 1))
-        numbers += q.stride()[:3]
-    return CudaLaunch(kernel, variant, problem, names, programs, variant.shared, (layout, numbers), maps=maps)
+    maps = Maps(describe, 3, (0, 1, 2))
+    return CudaLaunch(
+        KERNEL, variant, problem, POINTERS, programs, variant.shared, (NUMBERS, numbers), maps=maps
+    )
 
 
-def _kernel(variant: Variant) -> Kernel:
-    return EARLY if variant.inside else KERNEL
-
-
-__all__ = ["EARLY", "KERNEL", "SERVED", "Problem", "Variant", "attended", "refusal", "takes_queries", "unfit"]
+__all__ = ["KERNEL", "SERVED", "Problem", "Variant", "attended", "refusal", "takes_queries", "unfit"]

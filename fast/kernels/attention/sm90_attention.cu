@@ -14,11 +14,6 @@
 // tile of values (channels) there are eight of ones, so that column 128 of the product is the sum of the weights as they are
 // multiplied. A product starts at zero and is added in float32: sums in two levels.
 //
-// INSIDE: queries come as 16-bit floats. Three warps beside the one that loads make their codes (`head_codes.cuh`), each for units
-// ahead of those that are multiplied, in a ring of Q_STAGES; of a program's first unit the warpgroups make them themselves, as
-// nothing is to be multiplied before. So queries are read once, and written to shared memory alone. The launch may then begin while
-// that of keys and values ends, for which it waits before it reads these: queries are older.
-//
 // Included are the generated header, `hopper/copies.cuh` and `head_codes.cuh`.
 
 typedef unsigned int u32;
@@ -27,10 +22,10 @@ typedef long long i64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-struct Maps { TensorMap k, v, q; };  // q: not INSIDE
+struct Maps { TensorMap k, v, q; };
 
 struct Problem {
-  const void* q;  // scales of queries; INSIDE: queries
+  const void* q;  // scales of queries
   const float* k_scale;
   const float* v_scale;
   void* y;
@@ -38,29 +33,25 @@ struct Problem {
   int queries, q_room, keys, k_room, offset;
   int heads, groups, rows, together;  // rows: heads of all sequences; together: of them at a time
   int token_major;                    // codes of queries are (B, T, H, 128), else (B, H, T, 128); their scales are (B, H, T)
-#if INSIDE
-  i64 batch_step, head_step, token_step;  // of queries, in elements
-#endif
 };
 
 constexpr int GROUPS = 2, CLUSTER = 1, WIDTH = 128, KEYS = 128, QUERIES = 64 * GROUPS, ONES = 8;
 constexpr int SCORES = KEYS / 2, SUMS = (WIDTH + ONES) / 2, WORDS = KEYS / 8;
 constexpr int Q_BYTES = 64 * WIDTH, K_BYTES = KEYS * WIDTH, V_BYTES = WIDTH * KEYS, V_STEP = V_BYTES + ONES * KEYS;
-constexpr int SCALE_BYTES = BY_TOKEN ? KEYS * 4 : 0, Q_SCALE_BYTES = INSIDE ? QUERIES * 4 : 0;
-constexpr int MULTIPLYING = INSIDE ? 232 : 240, OTHERS = INSIDE ? 40 : 24;  // registers of a thread
-constexpr int CODERS = 3;  // warps that make codes of queries
+constexpr int SCALE_BYTES = BY_TOKEN ? KEYS * 4 : 0;
+constexpr int MULTIPLYING = 240, OTHERS = 24;  // registers of a thread
 constexpr float PEAK = 8.0f;
 
 #include "products.h"  // start, multiply and finish: of Score (&)[SCORES], and of float (&)[SUMS]
 #include "copies.cuh"
-#include "head_codes.cuh"
+#include "head_codes.cuh"  // e4m3s_of
 
 struct Ring {
-  u32 q, k, v, scale, q_scale, full_q, empty_q, full_k, full_v, empty_k, empty_v;
+  u32 q, k, v, scale, full_q, empty_q, full_k, full_v, empty_k, empty_v;
   __device__ __forceinline__ Ring(u32 base)
       : q(base), k(q + Q_STAGES * GROUPS * Q_BYTES), v(k + STAGES * K_BYTES), scale(v + STAGES * V_STEP),
-        q_scale(scale + STAGES * SCALE_BYTES), full_q(q_scale + Q_STAGES * Q_SCALE_BYTES), empty_q(full_q + 8 * Q_STAGES),
-        full_k(empty_q + 8 * Q_STAGES), full_v(full_k + 8 * STAGES), empty_k(full_v + 8 * STAGES), empty_v(empty_k + 8 * STAGES) {}
+        full_q(scale + STAGES * SCALE_BYTES), empty_q(full_q + 8 * Q_STAGES), full_k(empty_q + 8 * Q_STAGES),
+        full_v(full_k + 8 * STAGES), empty_k(full_v + 8 * STAGES), empty_v(empty_k + 8 * STAGES) {}
 };
 
 // A stage of a ring, and the parity of its barriers' phase.
@@ -113,29 +104,22 @@ __device__ __forceinline__ int key_head(const Problem& p, int row) {
   return row / p.heads * (p.heads / p.groups) + row % p.heads / p.groups;
 }
 
-__device__ __forceinline__ void wait_for_launch() {
-  if (INSIDE) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// One thread: of each unit the queries, unless they are made INSIDE, then all tiles.
+// One thread: of each unit the queries, then all tiles.
 __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, const Ring& ring) {
   Place at;
   QueryPlace of_queries;
-  wait_for_launch();
 #pragma unroll 1
   for (Units units(p); units.more(); units.round++) {
     if (units.unit() >= units.all) continue;
     const Work work(p, units.unit());
     if (work.tiles == 0) continue;
     const int pair = key_head(p, work.row);
-    if (!INSIDE) {
-      const u32 full = ring.full_q + 8 * of_queries.stage(), to = ring.q + of_queries.stage() * GROUPS * Q_BYTES;
-      wait_for(ring.empty_q + 8 * of_queries.stage(), of_queries.parity() ^ 1);
-      expect_bytes(full, GROUPS * Q_BYTES);
-      const int x = p.token_major ? work.row % p.heads * WIDTH : 0, y = p.token_major ? work.row / p.heads : work.row;
-      for (int g = 0; g < GROUPS; g++) copy_box(maps.q, to + g * Q_BYTES, full, x, y * p.q_room + work.first + 64 * g, 0);
-      of_queries.advance();
-    }
+    const u32 full = ring.full_q + 8 * of_queries.stage(), to = ring.q + of_queries.stage() * GROUPS * Q_BYTES;
+    wait_for(ring.empty_q + 8 * of_queries.stage(), of_queries.parity() ^ 1);
+    expect_bytes(full, GROUPS * Q_BYTES);
+    const int x = p.token_major ? work.row % p.heads * WIDTH : 0, y = p.token_major ? work.row / p.heads : work.row;
+    for (int g = 0; g < GROUPS; g++) copy_box(maps.q, to + g * Q_BYTES, full, x, y * p.q_room + work.first + 64 * g, 0);
+    of_queries.advance();
 #pragma unroll 1
     for (int tile = 0; tile < work.tiles; tile++, at.advance()) {
       wait_for(ring.empty_k + 8 * at.stage, at.parity ^ 1);
@@ -150,70 +134,6 @@ __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, cons
     }
   }
 }
-
-#if INSIDE
-// A lane's part of a unit's queries: eight channels of each second row from `row` on, and where their codes and scales go.
-struct Queries {
-  const char* from;
-  const int part;
-  int row, last;  // last: of the rows that there are
-  u32 codes, scales;
-  __device__ __forceinline__ Queries(const Problem& p, const Ring& ring, const Work& work, int stage, int row, int lane)
-      : part(lane % LANES), row(row + lane / LANES), last(p.queries - work.first - 1), codes(ring.q + stage * GROUPS * Q_BYTES),
-        scales(ring.q_scale + stage * Q_SCALE_BYTES) {
-    const i64 batch = work.row / p.heads, head = work.row % p.heads, token = work.first + this->row;
-    from = static_cast<const char*>(p.q) + 2 * (batch * p.batch_step + head * p.head_step + token * p.token_step) + 16 * part;
-  }
-  // Zeros behind the last query. ahead: rows.
-  __device__ __forceinline__ uint4 read(const Problem& p, int ahead) const {
-    return read_eight(from + 2 * ahead * p.token_step, row + ahead <= last);
-  }
-  __device__ __forceinline__ void advance(const Problem& p, int rows) { row += rows, from += 2 * rows * p.token_step; }
-  // Codes, swizzled as wgmma reads them, and the scale of the row, ahead of which it is.
-  __device__ __forceinline__ void write(uint4 words, int ahead) const {
-    float v[EACH];
-    int lane = part;
-    asm volatile("" : "+r"(lane));  // signs are made anew each time: registers are what there is least of
-    if (ROTATE) turn_signs(words, lane);
-    unpack(v, words);
-    if (ROTATE) mix(v, lane);
-    const float scale = scale_of(largest_of_row(v));
-    const uint2 code = codes_of(v, scale);
-    const int own = row + ahead;
-    const u32 at = codes + own * WIDTH + ((part / 2 ^ own % 8u) << 4) + part % 2 * 8;
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(code.x), "r"(code.y) : "memory");
-    if (part == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + 4 * own), "f"(scale) : "memory");
-  }
-};
-
-// A warp of CODERS: two of each 2 CODERS rows of all units but the first, whose barrier completes at once.
-__device__ __forceinline__ void make_codes(const Problem& p, const Ring& ring, int warp, int lane) {
-  constexpr int STEP = 2 * CODERS;
-  QueryPlace at;
-#pragma unroll 1
-  for (Units units(p); units.more(); units.round++) {
-    if (units.unit() >= units.all) continue;
-    const Work work(p, units.unit());
-    if (work.tiles == 0) continue;
-    wait_for(ring.empty_q + 8 * at.stage(), at.parity() ^ 1);
-    if (at.count > 0) {
-      Queries queries(p, ring, work, at.stage(), 2 * warp, lane);
-      uint4 words = queries.read(p, 0);
-#pragma unroll 1
-      for (int row = 2 * warp; row < QUERIES; row += STEP) {
-        const uint4 next = row + STEP < QUERIES ? queries.read(p, STEP) : words;
-        queries.write(words, 0);
-        queries.advance(p, STEP);
-        words = next;
-      }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncwarp();
-    }
-    if (lane == 0) arrive_at(ring.full_q + 8 * at.stage(), 0);
-    at.advance();
-  }
-}
-#endif
 
 __device__ __forceinline__ float exponential(float x) {
   float y;
@@ -395,50 +315,27 @@ struct Group {
     if (lane == 0) arrive_at(bar, 0);
   }
 
-  __device__ __forceinline__ void attend(const Work& work, int thread) {
+  __device__ __forceinline__ void attend(const Work& work) {
     const int pair = key_head(p, work.row), first = work.first + own_row();
     Rows rows;
     float y[SUMS];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       rows.top[r] = -__int_as_float(0x7F800000);
-      if (!INSIDE) rows.factor[r] = static_cast<const float*>(p.q)[i64(work.row) * p.q_room + first + 8 * r] * p.factor;
+      rows.factor[r] = static_cast<const float*>(p.q)[i64(work.row) * p.q_room + first + 8 * r] * p.factor;
     }
     rows.end = first + p.offset + 1 - 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) y[i] = 0.0f;
-#if INSIDE
-    if (of_queries.count == 0 && work.tiles > 0) make_own_codes(work, thread / 32);
-    wait_for_launch();
-#endif
     if (work.tiles > 0) add_tiles(y, rows, work, p.k_scale + i64(pair) * (p.k_room / KEYS));
     store(y, work, pair);
   }
 
-  // A thread's first row; made anew where it is asked for, as registers are what there is least of.
+  // A thread's first row.
   __device__ __forceinline__ int own_row() const {
-    int thread = threadIdx.x;
-    if (INSIDE) asm volatile("" : "+r"(thread));
+    const int thread = threadIdx.x;
     return thread / 32 * 16 + thread % 32 / 4;
   }
-
-#if INSIDE
-  // Codes of a warpgroup's 64 queries.
-  __device__ __forceinline__ void make_own_codes(const Work& work, int warp) {
-    constexpr int TOGETHER = 4;
-    Queries queries(p, ring, work, 0, 64 * group + 16 * warp, lane);
-#pragma unroll 1
-    for (int row = 0; row < 16; row += 2 * TOGETHER, queries.advance(p, 2 * TOGETHER)) {
-      uint4 words[TOGETHER];
-#pragma unroll
-      for (int i = 0; i < TOGETHER; i++) words[i] = queries.read(p, 2 * i);
-#pragma unroll
-      for (int i = 0; i < TOGETHER; i++) queries.write(words[i], 2 * i);
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 4) : "memory");
-  }
-#endif
 
   // Scores of a tile in float32, and the rows' largest ones; meanwhile other work.
   template <class Others>
@@ -474,8 +371,6 @@ struct Group {
     Place ahead = at;  // of the tile whose scores come next
     float of_tile = BY_TOKEN ? 1.0f : k_scale[0];
     wait_for(ring.full_q + 8 * of_queries.stage(), of_queries.parity());
-    if (INSIDE)
-      for (int r = 0; r < 2; r++) rows.factor[r] = scale_at(8 * r) * p.factor;
     wait_for_keys(ahead);
     give_tile(s, ahead);
     finish<0>(s);
@@ -529,14 +424,6 @@ struct Group {
     of_queries.advance();
   }
 
-  // The scale of a row behind a thread's first one.
-  __device__ __forceinline__ float scale_at(int row) {
-    const u32 at = ring.q_scale + of_queries.stage() * Q_SCALE_BYTES + 4 * (own_row() + row);
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-    return v;
-  }
-
   __device__ __forceinline__ void store(const float (&y)[SUMS], const Work& work, int pair) {
     const i64 batch = work.row / p.heads, head = work.row % p.heads;
     const int first = work.first + own_row();
@@ -563,7 +450,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attenti
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), role = warp / 4;
   if (thread == 0) {
     for (int s = 0; s < Q_STAGES; s++) {
-      init_barrier(ring.full_q + 8 * s, INSIDE ? CODERS : 1);
+      init_barrier(ring.full_q + 8 * s, 1);
       init_barrier(ring.empty_q + 8 * s, GROUPS * 4);
     }
     for (int s = 0; s < STAGES; s++) {
@@ -583,9 +470,6 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attenti
   sync_cluster();
   if (role == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHERS));
-#if INSIDE
-    if (warp > GROUPS * 4) return make_codes(p, ring, warp - GROUPS * 4 - 1, thread % 32);
-#endif
     if (warp == GROUPS * 4 && thread % 32 == 0) produce(maps, p, ring);
     __syncwarp();
   } else {
@@ -593,7 +477,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) void sm90_attenti
     Group group(p, ring, role);
 #pragma unroll 1
     for (Units units(p); units.more(); units.round++)
-      if (units.unit() < units.all) group.attend(Work(p, units.unit()), thread % 128);
+      if (units.unit() < units.all) group.attend(Work(p, units.unit()));
     if (role == 0) take_turn(0);  // the other's last one
   }
 }

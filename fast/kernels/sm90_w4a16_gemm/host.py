@@ -98,8 +98,8 @@ class Variant(NamedTuple):
     """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
 
     splits: programs along K. stages: of the ring. small: tokens of smaller tiles, a multiple of 16 as well, 0 where there are
-    none, as with splits. turns: 2 where twice as many warpgroups take stages in turn, without pairs, splits and small tiles;
-    stages are even then. scaled: whether rows of x have scales. grouped: whether they are sorted by expert and
+    none, as with splits. k_slices: 2 where warpgroups split the stages of a tile, which are even then (sliced K), without
+    pairs, splits and small tiles. scaled: whether rows of x have scales. grouped: whether they are sorted by expert and
     have weights of their own (`experts.py`), without clusters and scales.
     """
 
@@ -108,14 +108,14 @@ class Variant(NamedTuple):
     splits: int
     stages: int
     small: int = 0
-    turns: int = 1
+    k_slices: int = 1
     scaled: bool = False
     grouped: bool = False
 
     @property
     def threads(self) -> int:
         """Of a program: warpgroups that multiply, and one that loads."""
-        return 128 * (GROUPS * self.turns + 1)
+        return 128 * (GROUPS * self.k_slices + 1)
 
     @property
     def cluster(self) -> int:
@@ -140,8 +140,8 @@ class Variant(NamedTuple):
     def name(self) -> str:
         """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2, t64c1k1s12u2x, t256+128c1k1s5g."""
         small = f"+{self.small}" if self.small else ""
-        turns = (f"u{self.turns}" if self.turns > 1 else "") + "x" * self.scaled + "g" * self.grouped
-        return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}{turns}"
+        marks = (f"u{self.k_slices}" if self.k_slices > 1 else "") + "x" * self.scaled + "g" * self.grouped
+        return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}{marks}"
 
     def ring(self, weight: Weight) -> int:
         """Bytes of the ring."""
@@ -149,26 +149,32 @@ class Variant(NamedTuple):
 
     def shared(self, weight: Weight) -> int:
         """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits), then or where rows have
-        scales those and biases, sums of those that take turns, levels, barriers, alignment."""
+        scales those and biases, sums of those that split K, levels, barriers, alignment."""
         outgoing = GROUPS * 2 * self.chunk * PANEL if self.splits == 1 else 0
         outgoing += GROUPS * (self.tokens + 128) * 4 if self.splits > 1 or self.scaled else 0
-        sums = GROUPS * min(GATHERED, self.tokens) * 256 if self.turns > 1 else 0
+        sums = GROUPS * min(GATHERED, self.tokens) * 256 if self.k_slices > 1 else 0
         return self.ring(weight) + outgoing + sums + weight.table + 16 * self.stages + 1024
 
 
 def fitted(
-    tokens: int, pair: int, splits: int, weight: Weight, small: int = 0, turns: int = 1, scaled: bool = False
+    tokens: int,
+    pair: int,
+    splits: int,
+    weight: Weight,
+    small: int = 0,
+    k_slices: int = 1,
+    scaled: bool = False,
 ) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES, the same number for each turn."""
-    none = Variant(tokens, pair, splits, 0, small, turns, scaled)
+    none = Variant(tokens, pair, splits, 0, small, k_slices, scaled)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
     most = min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each)
-    return none._replace(stages=most - most % turns)
+    return none._replace(stages=most - most % k_slices)
 
 
 def with_scales(one: Variant, weight: Weight) -> Variant:
     """The same of rows that have scales."""
-    return fitted(one.tokens, one.pair, one.splits, weight, one.small, one.turns, True)
+    return fitted(one.tokens, one.pair, one.splits, weight, one.small, one.k_slices, True)
 
 
 class Problem(NamedTuple):
@@ -182,10 +188,10 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     weight = problem.weight
     return {
         "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
-        "TURNS": variant.turns, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "K_SLICES": variant.k_slices, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero),
         "SCALED": int(variant.scaled), "GROUPED": int(variant.grouped), "HALF": int(problem.x == "float16"),
-        "SKEW": SKEW if variant.splits == variant.turns == 1 and variant.stages > SKEW else 0,
+        "SKEW": SKEW if variant.splits == variant.k_slices == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(problem.x),
     }  # fmt: skip
 
@@ -207,7 +213,15 @@ KERNEL = Kernel(
     "sm90_w4a16_gemm",
     Path(__file__).parent,
     _defines,
-    own=("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh"),
+    own=(
+        "schedule.cuh",
+        "experts.cuh",
+        "decode.cuh",
+        "factors.cuh",
+        "levels.cuh",
+        "load.cuh",
+        "sliced_k.cuh",
+    ),
     generated=_generated,
     instead="dense weights are multiplied",
     fails_whole=True,
@@ -248,22 +262,22 @@ def bound(
 def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
     """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages; and those with small
     tiles, which have neither parts nor pairs."""
-    tiles = C.few if tokens <= C.most_few else C.tiles
+    tiles = C.small_m_tiles if tokens <= C.small_m else C.tiles
     largest = next((one for one in tiles if one >= tokens), max(tiles))
     for count in tiles:
         for pair, splits in C.clusters:
             if count <= largest and splits <= length // (2 * ATOM):
-                turns = turns_of(tokens, count, pair * splits, weight)
-                yield fitted(count, pair, splits, weight, turns=turns)
-        for small in C.small if tokens > C.most_few else ():
+                k_slices = k_slices_of(tokens, count, pair * splits, weight)
+                yield fitted(count, pair, splits, weight, k_slices=k_slices)
+        for small in C.small if tokens > C.small_m else ():
             if small < count <= largest:
                 yield fitted(count, 1, 1, weight, small)
 
 
-def turns_of(tokens: int, tile: int, cluster: int, weight: Weight) -> int:
-    """Warpgroups that take turns: 2 where few rows meet programs without neighbours, but for int4 in tiles of 128, which gain
+def k_slices_of(tokens: int, tile: int, cluster: int, weight: Weight) -> int:
+    """Warpgroups that split K: 2 where few rows meet programs without neighbours, but for int4 in tiles of 128, which gain
     nothing by it (times: reports/LOG.md)."""
-    return 2 if tokens <= C.most_few and cluster == 1 and (tile < 128 or weight.element != "int4") else 1
+    return 2 if tokens <= C.small_m and cluster == 1 and (tile < 128 or weight.element != "int4") else 1
 
 
 def nanoseconds(
@@ -285,26 +299,26 @@ def nanoseconds(
     return longest(grid, scheduled(grid, ratio_of(one, weight)), whole, small) * C.mixed + once
 
 
-def microseconds_of_few(
+def small_m_microseconds(
     tokens: int, features: int, length: int, weight: Weight, multiprocessors: int = MULTIPROCESSORS
 ) -> float:
     """How long up to 128 rows take, by coefficients that were fitted to those alone."""
     one = choose(tokens, features, length, weight, multiprocessors)
-    tiles, parts = rounds(one, tokens, features, multiprocessors), C.few_parts if one.splits > 1 else 0.0
-    return Time(tiles, length / ATOM / one.splits, step_of_few(one, weight), parts, C.few_once).total
+    tiles, parts = rounds(one, tokens, features, multiprocessors), C.small_m_parts if one.splits > 1 else 0.0
+    return Time(tiles, length / ATOM / one.splits, small_m_step(one, weight), parts, C.small_m_once).total
 
 
-def step_of_few(one: Variant, weight: Weight) -> float:
+def small_m_step(one: Variant, weight: Weight) -> float:
     """Microseconds of 64 columns of those: tiles of fewer rows are to one of 128 as in `stage`."""
     times = stage(one.tokens, weight) / stage(128, weight)
-    timed = first_row(C.few_steps, **weight._asdict())["us"]
-    return timed * times - (C.turned / 1e3 if one.turns > 1 else 0.0)
+    timed = first_row(C.small_m_steps, **weight._asdict())["us"]
+    return timed * times - (C.sliced / 1e3 if one.k_slices > 1 else 0.0)
 
 
 def tile(one: Variant, tokens: int, length: int, weight: Weight) -> float:
     """Nanoseconds of a tile of as many tokens."""
     added = C.parts + C.part_token * tokens if one.splits > 1 else 0.0
-    each = stage(tokens, weight) - (C.turned if one.turns > 1 else 0.0)
+    each = stage(tokens, weight) - (C.sliced if one.k_slices > 1 else 0.0)
     return Time(1, length / ATOM / one.splits, each, C.tile + added).total
 
 
@@ -548,20 +562,20 @@ __all__ = [
     "described",
     "fitted",
     "grid_of",
+    "k_slices_of",
     "launch_for",
     "launch_of",
     "least_of",
     "longest",
-    "microseconds_of_few",
     "nanoseconds",
     "programs_of",
     "ratio_of",
     "rounds",
     "scheduled",
     "sm90_w4a16_gemm",
+    "small_m_microseconds",
+    "small_m_step",
     "stage",
-    "step_of_few",
-    "turns_of",
     "weight_of",
     "with_scales",
 ]

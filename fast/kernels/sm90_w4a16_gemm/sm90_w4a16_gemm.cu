@@ -3,8 +3,8 @@
 // by `hopper/wgmma.py`.
 //
 // The first operand of wgmma comes from registers: features (rows of w) are its M, 64 a warpgroup, tokens (rows of x) its N. One
-// thread of each of three warps loads by the copy engine into a ring of STAGES; GROUPS warpgroups, or TURNS times as many that take
-// stages in turn (`turns.cuh`), decode what they have of w (`decode.cuh`) and multiply. A stage has 64 columns: 128 bytes of a row
+// thread of each of three warps loads by the copy engine into a ring of STAGES; GROUPS warpgroups, or K_SLICES times as many that take
+// stages in turn (`sliced_k.cuh`), decode what they have of w (`decode.cuh`) and multiply. A stage has 64 columns: 128 bytes of a row
 // of x, one atom of w for each of GROUPS, and the scales and zero points, or factors, of PARTS blocks.
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
@@ -51,9 +51,9 @@ struct Problem {
 };
 
 constexpr bool INTEGER = false;
-constexpr int CONSUMERS = GROUPS * TURNS;              // warpgroups that multiply
+constexpr int CONSUMERS = GROUPS * K_SLICES;              // warpgroups that multiply
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
-static_assert(TURNS == 1 || (PAIR == 1 && SPLITS == 1 && SKEW == 0));
+static_assert(K_SLICES == 1 || (PAIR == 1 && SPLITS == 1 && SKEW == 0));
 static_assert(!GROUPED || (CLUSTER == 1 && !SCALED));
 static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
 constexpr int PANEL = 128;                             // bytes of a row of x
@@ -75,7 +75,7 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "levels.cuh"
 #include "store.cuh"
 #include "scaled.cuh"
-#include "turns.cuh"
+#include "sliced_k.cuh"
 #if GROUPED
 #include "experts.cuh"
 #else
@@ -156,7 +156,7 @@ struct Consumer {
   const Maps& maps;
   const Problem& p;
   const Ring& ring;
-  const int group, thread, split, turn;
+  const int group, thread, split, slice;
   const Steps steps;
   const Masks masks;
   float own_scale;
@@ -166,11 +166,11 @@ struct Consumer {
   u32 buffer = 0;
   bool opening = true;
 
-  __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split, int turn)
-      : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), turn(turn), steps(p, split), masks(p.nibble),
+  __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split, int slice)
+      : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), slice(slice), steps(p, split), masks(p.nibble),
         own_scale(FACTORS ? p.scales[0] : 1.f), tile(ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER)),
-        side(ring.side + group * SIDE * 4), table(filled_table(ring.table, p, 128 * (GROUPS * turn + group) + thread)),
-        from(ring, group, thread), at(turn) {}
+        side(ring.side + group * SIDE * 4), table(filled_table(ring.table, p, 128 * (GROUPS * slice + group) + thread)),
+        from(ring, group, thread), at(slice) {}
 
   __device__ __forceinline__ void release(int stage) const {
     if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);
@@ -182,22 +182,22 @@ struct Consumer {
     Sum sum[COUNT / 2];
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) sum[i] = 0;
-    if constexpr (TURNS > 1) multiply_in_turn(sum);
+    if constexpr (K_SLICES > 1) multiply_slice(sum);
     else multiply_ahead(sum);
-    if (!gathered(sum, ring.sums + group * GATHERED * 256 + 16 * thread, group, turn, opening)) return;
+    if (!gathered(sum, ring.sums + group * GATHERED * 256 + 16 * thread, group, slice, opening)) return;
     finish_tile<COUNT>(sum, token, limit, feature);
   }
 
   // Stages in turn: others multiply while a warpgroup decodes.
   template <int HELD>
-  __device__ __forceinline__ void multiply_in_turn(Sum (&sum)[HELD]) {
+  __device__ __forceinline__ void multiply_slice(Sum (&sum)[HELD]) {
     Fragment a[4];
 #pragma unroll
     for (int i = 0; i < 16; i++) a[i / 4][i % 4] = 0;
     Loaded own;
     int before = 0;
 #pragma unroll 1
-    for (int step = steps.first; step < steps.last; step += TURNS) {
+    for (int step = steps.first; step < steps.last; step += K_SLICES) {
       wait_for(ring.full + 8 * at.stage, at.parity);
       own.load(from, at.stage);
       finish<0>(sum);
@@ -306,7 +306,7 @@ struct Consumer {
       if (SMALL == TOKENS || !tiles.small) multiply_tile<TOKENS>(tiles.token, tiles.limit(), tiles.feature);
       else multiply_tile<SMALL>(tiles.token, tiles.limit(), tiles.feature);
     }
-    if (SPLITS == 1 && thread == 0 && turn == 0) wait_written<0>();
+    if (SPLITS == 1 && thread == 0 && slice == 0) wait_written<0>();
   }
 };
 
@@ -327,7 +327,7 @@ extern "C" __global__ __launch_bounds__(128 * (CONSUMERS + 1), 1) __cluster_dims
   }
   sync_cluster();
   if (role == CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TURNS > 1 ? 32 : 40));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(K_SLICES > 1 ? 32 : 40));
     if (thread % 32 == 0) {
       if (warp == CONSUMERS * 4) load_tokens(maps, p, ring, neighbour, split);
       if (warp == CONSUMERS * 4 + 1) load_weight(p, ring, neighbour, split);
@@ -341,7 +341,7 @@ extern "C" __global__ __launch_bounds__(128 * (CONSUMERS + 1), 1) __cluster_dims
     if constexpr (SPLITS > 1)
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TURNS > 1 ? 112 : 232));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(K_SLICES > 1 ? 112 : 232));
     Consumer(maps, p, ring, role % GROUPS, thread % 128, split, role / GROUPS).consume(neighbour);
   }
   sync_cluster();

@@ -82,7 +82,7 @@ def test_files_are_as_large_as_computed(tmp_path, scheme, activation, layout):
     rows=st.integers(1, 5),
     blocks=st.integers(1, 3),
     layout=st.sampled_from(["ao_lab", "compressed-tensors"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_every_scheme_takes_what_is_computed(name, rows, blocks, layout, dtype):
     """Of any record and shape: the bytes of the tensors that are made."""
@@ -94,6 +94,22 @@ def test_every_scheme_takes_what_is_computed(name, rows, blocks, layout, dtype):
     except ValueError:
         return
     assert computed.bytes == sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_two_bit_scales_of_float16_weights(tmp_path, empty):
+    """Files hold float16 ones, and float32 ones where a block is zeros, whose scale is below float16; known before, too."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 48, bias=False)).half()
+    if empty:
+        with torch.no_grad():
+            model[0].weight[3, 64:128] = 0
+    quantize_(model, SchemeConfig(scheme="int2_g64"))
+    assert model[0].weight.scale.dtype == torch.float32
+    expected = written_as(model, "compressed-tensors")
+    save_pretrained(model, tmp_path, layout="compressed-tensors", config=LLAMA)
+    assert expected.bytes == bytes_of_tensors(tmp_path)[0]
+    computed = weight_size((48, 256), "int2_g64", layout="compressed-tensors", dtype=torch.float16)
+    assert expected.bytes - computed.bytes == 2 * 48 * 4 * empty
 
 
 @pytest.fixture(scope="module")

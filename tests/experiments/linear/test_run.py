@@ -62,7 +62,7 @@ def test_targets_are_met_or_missed():
     assert page.findings(ROWS) == [
         "Quantized weights (NVIDIA H200, 14336 x 4096): 2 of 5 targets are met; 3 missed: int4 g128 at 128; int8 at 1; nvfp4 "
         "at 1 tokens.",
-        "Quantized weights (NVIDIA H200), slower than bfloat16 at some shape from 128 tokens: int4 g128.",
+        "Quantized weights (NVIDIA H200), slower than bfloat16 at some shape: int4 g128 from 128 tokens on.",
         "Beside torchao (NVIDIA H200, 14336 x 4096): 1 of 1 targets are met.",
     ]
     section, beside = page.sections(ROWS)

@@ -97,6 +97,7 @@ def first_page(tmp_path):
         day="2026-11-29",
         row=SimpleNamespace(commit=""),
         target="no target",
+        kernels="",
     )
     overview = SimpleNamespace(name="overview", caption="Speed")
     values = {
@@ -195,7 +196,7 @@ def test_filters_leave_a_device_a_shape_and_a_scheme(show):
     assert 0 < len(titles) < before
     assert all("H200" in one and "14336 x 4096" in one for one in titles if "Published" not in one)
     table = page.locator("details.table:visible").first
-    table.locator("summary").click()
+    table.evaluate("one => one.open = true")
     page.wait_for_selector("table.dataTable")
     cells = table.locator("tbody tr:visible td:first-child").all_text_contents()
     assert cells
@@ -230,7 +231,12 @@ def test_words_of_a_line_its_table_and_its_heading_are_searched(show, filtered_p
         assert page.locator("form.filter output").text_content() == told
         assert page.locator("section:visible").count() == sections
         assert page.url.endswith(f"?text={words.replace(' ', '+')}")
-    assert page.locator("details.table[open] summary").first.text_content().startswith("16 tokens")
+    page.fill("input[name=text]", "int4 16")
+    assert page.locator("tbody tr:visible").count() == 2
+    assert page.locator("details.table[open] summary small").all_text_contents() == ["1 of 2 lines"] * 2
+    page.click("button[type=reset]")
+    page.wait_for_function("!document.querySelector('details.table[open]')")
+    assert page.locator("summary small").first.text_content() == "2 lines"
     page.goto(f"{filtered_page.as_uri()}?text=int8+experts")
     assert page.locator("form.filter output").text_content() == "2 lines in 2 tables"
 

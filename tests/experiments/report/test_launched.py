@@ -112,5 +112,14 @@ def test_pages_say_which_lines_are_of_other_kernels():
     again = replace(ROW, setting="2", kernel="removed_kernel")
     assert note([ROW, again]).endswith("; 1 of 2 lines with another kernel than is chosen today")
     assert note([ROW]).endswith("; by the kernels that are chosen today")
+    silent = replace(ROW, kernel="", setting="2")
+    assert note([ROW, silent]).endswith("; 1 of 2 lines do not name their kernel")
+    peers = [replace(silent, method=name) for name in ("bfloat16", "torchao int8wo", "transformers' cache")]
+    others = [
+        replace(silent, device="cpu"),
+        replace(silent, unit="%"),
+        replace(ROW, kernel="", metric="host"),
+    ]
+    assert note([ROW, *peers, *others]).endswith("; by the kernels that are chosen today")
     told = partial(launched.outdated_words, chosen=lambda row: families.SM90_SPARSE24_GEMM)
     assert told([replace(ROW, kernel="blocks_kernel")]) == []

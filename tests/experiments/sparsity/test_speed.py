@@ -310,8 +310,8 @@ def test_the_page_of_products(monkeypatch):
         for name, value in (("int4", 2.0), ("int4 + 2:4", 1.0))
     ]
     assert products_page.product_findings(rows) == [
-        "Matmuls with a 2:4 weight (a GPU; s), speed: 4.00 over dense, 2.00 over dense fp8, 1.20 over "
-        "libraries' 2:4 at 1 x 2 x 3.",
+        "Matmuls with a 2:4 weight (a GPU; s), tokens x inputs x outputs, torch's dense fp8 by `torch._scaled_mm`, speed: "
+        "4.00 over dense bfloat16, 2.00 over torch's dense fp8, 1.20 over libraries' 2:4 at 1 x 2 x 3.",
         "A block's layers in decoding (a GPU; s), speed: 2.00 int4 + 2:4 over int4 at block, 1 token.",
     ]
     first, second = products_page.product_sections(rows)

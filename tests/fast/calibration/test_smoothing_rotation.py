@@ -1,4 +1,4 @@
-"""Smoothing for torch tensors: CPU tensors have the bits of the reference, the device's steps those that have an order.
+"""Smoothing for torch tensors has the bits of the reference, where sums have an order.
 
 Rotations for torch tensors: the bits of the reference, on a CPU and by the device's steps.
 """
@@ -40,14 +40,28 @@ def test_smoothing_factors(on_device):
 @pytest.mark.parametrize("scheme", ["int3_g32", "mxfp4", "nvfp4", "nf4"])
 def test_awq(dtype, scheme, monkeypatch):
     w, h, mean = layer(1, dtype)
-    on_cpu = awq_factors([w, w[:8]], h, mean, scheme, ratios=6)
+    want = by_reference([w, w[:8]], h, mean, scheme, ratios=6)
     monkeypatch.setattr(smoothing, "CHUNK", 5 * 128)
-    found = smoothing.awq_factors_on_device([w, w[:8]], h, mean, scheme, ratios=6)
-    assert found.ratio == on_cpu.ratio
-    assert torch.equal(found.factors, on_cpu.factors)
+    found = awq_factors([w, w[:8]], h, mean, scheme, ratios=6)
+    assert found.ratio == want.ratio
+    assert torch.equal(found.factors, to_torch(want.factors))
     assert found.factors[3] == 1
-    torch.testing.assert_close(found.errors, on_cpu.errors, rtol=1e-11, atol=0)
-    assert on_cpu.errors.dtype == torch.float64
+    torch.testing.assert_close(found.errors, to_torch(want.errors), rtol=1e-11, atol=0)
+
+
+def by_reference(ws, h, mean, scheme, **options):
+    return reference.awq_factors([to_numpy(w) for w in ws], h.numpy(), mean.numpy(), scheme, **options)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "nvfp4"])
+def test_weights_on_a_cpu_are_rounded_by_its_compiled_loop(scheme, monkeypatch):
+    """The reference's quantizer would take most of the time; large enough for the loop, they do not meet it."""
+    w, h, mean = layer(6, torch.bfloat16)
+    want = by_reference([w], h, mean, scheme, ratios=3)
+    monkeypatch.setattr(reference, "quantize", None)
+    monkeypatch.setattr(reference, "fake_quantize", None)
+    found = awq_factors([w], h, mean, scheme, ratios=3)
+    torch.testing.assert_close(found.errors, to_torch(want.errors), rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("scheme", ["int3_g32", "mxfp4"])
@@ -55,27 +69,27 @@ def test_awq_with_searched_scales(scheme):
     w, h, mean = layer(5, rows=8, k=64)
     # Scales are searched by the diagonal.
     h = torch.diag(h.diagonal())
-    calls = (awq_factors, smoothing.awq_factors_on_device)
-    on_cpu, found = (call([w], h, mean, scheme, ratios=2, search=True) for call in calls)
-    torch.testing.assert_close(found.errors, on_cpu.errors, rtol=1e-11, atol=0)
+    want = by_reference([w], h, mean, scheme, ratios=2, search=True)
+    found = awq_factors([w], h, mean, scheme, ratios=2, search=True)
+    torch.testing.assert_close(found.errors, to_torch(want.errors), rtol=1e-11, atol=0)
     alone = awq_factors([w], h, mean, scheme, ratios=2).errors
-    assert (on_cpu.errors <= alone).all()
-    assert on_cpu.errors.sum() < 0.95 * alone.sum()
+    assert (found.errors <= alone).all()
+    assert found.errors.sum() < 0.95 * alone.sum()
 
 
 def test_edges_are_those_of_the_reference():
     w, h, mean = layer(2)
-    nothing = smoothing.awq_factors_on_device([w], h * 0, mean * 0, "int4_g32", ratios=3)
+    nothing = awq_factors([w], h * 0, mean * 0, "int4_g32", ratios=3)
     assert (nothing.ratio, nothing.factors.tolist()) == (0, [1] * 128)
     w[0] = 0
-    nan = smoothing.awq_factors_on_device([w], h, mean, "torchao.fp8_rowwise_inference", ratios=2)
+    nan = awq_factors([w], h, mean, "torchao.fp8_rowwise_inference", ratios=2)
     assert (nan.ratio, nan.errors.tolist()) == (0, [torch.inf] * 2)
-    huge = smoothing.awq_factors_on_device([w * 5e37], h, mean, "int4_g32", ratios=2)
+    huge = awq_factors([w * 5e37], h, mean, "int4_g32", ratios=2)
     assert huge.errors.isfinite().all()
 
 
-@pytest.mark.parametrize("call", [awq_factors, smoothing.awq_factors_on_device])
-def test_refusals(call):
+def test_refusals():
+    call = awq_factors
     w, h, mean = layer(3)
     refused(ValueError, r"hessian of shape \(128, 128\)", call, [w], h[:3], mean, "int4_g32")
     refused(ValueError, "sum of squares", call, [w], -h, mean, "int4_g32")

@@ -89,14 +89,33 @@ def spread_out(dtype, rows=96, length=256):
 
 def check(scheme, dtype):
     for x in (every_number(scheme, dtype), spread_out(dtype)):
-        got = quantize.values(x, SCHEMES[scheme])
-        assert got is not None
-        assert same_bits(got, reference.fake_quantize(x, scheme))
+        agree(x, SCHEMES[scheme])
+
+
+def agree(x, record):
+    got = quantize.values(x, record)
+    assert got is not None
+    assert same_bits(got, reference.fake_quantize(x, record))
 
 
 @pytest.mark.parametrize("scheme", SOME)
 def test_numbers_are_the_reference_s(scheme):
     check(scheme, BFLOAT16)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "fp8_rowwise"])
+def test_scales_of_the_input_s_dtype(scheme):
+    """What `for_layout` makes of a scheme: scales are rounded to bfloat16."""
+    record = cast_scales(SCHEMES[scheme])
+    for x in (every_number(scheme, BFLOAT16), spread_out(BFLOAT16), spread_out(FLOAT32)):
+        agree(x, record)
+    x = spread_out(BFLOAT16)
+    assert not torch.equal(quantize.values(x, record), quantize.values(x, SCHEMES[scheme]))
+    assert quantize.values(spread_out(BFLOAT16), cast_scales(SCHEMES[scheme], target=7.003)) is None
+
+
+def cast_scales(record, **changes):
+    return replace(record, name="cast", scale=replace(record.scale, compute="input", **changes))
 
 
 @pytest.mark.nightly
@@ -109,11 +128,16 @@ def test_numbers_of_every_record_are_the_reference_s(scheme, dtype):
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_asymmetric", "int8_g32"])
 def test_codes_scales_and_zero_points_are_the_reference_s(scheme):
     for x in (every_number(scheme, BFLOAT16), spread_out(BFLOAT16).view(4, 24, 256)):
-        got, want = quantize.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme)
-        assert (got.shape, got.axis, got.scheme, got.packed) == (want.shape, want.axis, want.scheme, False)
-        for part in ("codes", "scale", "zero"):
-            one, other = getattr(got, part), getattr(want, part)
-            assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
+        have_same_parts(quantize.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme))
+    cast = cast_scales(SCHEMES["int8_rowwise"])
+    have_same_parts(quantize.quantized(x, cast, -1), reference.quantize(x, cast))
+
+
+def have_same_parts(got, want):
+    assert (got.shape, got.axis, got.scheme, got.packed) == (want.shape, want.axis, want.scheme, False)
+    for part in ("codes", "scale", "zero"):
+        one, other = getattr(got, part), getattr(want, part)
+        assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2.0**125, 2.0**-133])

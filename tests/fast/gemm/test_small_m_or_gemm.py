@@ -6,7 +6,7 @@ import torch
 from fast.cost import first_row
 from fast.gemm import choose
 from fast.gemm.families import HOPPER, PRESHUFFLED, Problem
-from fast.kernels.sm90_w4a16_gemm.host import ATOM, C, Weight, microseconds_of_few
+from fast.kernels.sm90_w4a16_gemm.host import ATOM, C, Weight, small_m_microseconds
 from fast.kernels.triton_small_m import host as small_m
 
 UP, DOWN, QKV, SMALL = (14336, 4096), (4096, 14336), (6144, 4096), (1024, 4096)
@@ -49,7 +49,7 @@ def gains(rows, n, k, weight):
 
 
 def own_time(rows, n, k, weight, processors=132):
-    return microseconds_of_few(rows, n, k, weight, processors)
+    return small_m_microseconds(rows, n, k, weight, processors)
 
 
 def other_time(rows, n, k, weight, processors=132):
@@ -94,7 +94,7 @@ def test_small_weights_stay():
 
 def test_what_was_not_timed():
     """The element without zero points, then without groups."""
-    for table in (C.few_steps, small_m.C.steps):
+    for table in (C.small_m_steps, small_m.C.steps):
         assert {id(first_row(table, **weight._asdict())) for weight in (*H100, NF4)} == set(map(id, table))
         of = lambda *weight: first_row(table, **Weight(*weight)._asdict())  # noqa: B023, E731
         assert of("int4", True, 2) is of("int4", False, 2)

@@ -5,9 +5,8 @@
 
 bits: codes and scales of queries, keys and values equal to the reference's, attention within
 `quantized_attention_error_bound` and the same in 20 repetitions: widths, grouped queries, windows, masks, other lengths; by
-Triton's kernels and by the forms of those in CUDA C++, of which those that make codes of queries inside give what the others
-give, bit for bit. sweep:
-tiles of the matmuls alone, 32 query heads over 8 key heads, causal, --sizes (sequences x tokens): microseconds and TFLOP/s
+Triton's kernels and by the forms of those in CUDA C++. sweep: tiles of the matmuls alone, 32 query heads over 8 key heads,
+causal, --sizes (sequences x tokens): microseconds and TFLOP/s
 (2 T (T + 1) width a head for both matmuls). --forms: of bits and of variants these alone. A line a check or time, and rows in
 FOLDER/prefill_attention.csv (else $OUT). Times beside torch's are experiment `prefill_attention`: `ao-lab reproduce
 prefill_attention --scale full --only speed`.
@@ -59,7 +58,6 @@ TILES = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (12
 FORMS = {
     "sm90": sm90.Variant(), "sm90, two units": sm90.Variant(units=2), "sm90, heads": sm90.Variant(heads=True),
     "sm90, served": sm90.SERVED,
-    "sm90, inside": sm90.Variant(units=4, inside=True), "sm90, inside, heads": sm90.Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 #: Stages of the kernel in CUDA C++ (128 channels), which is what serves where it is not told otherwise.
 STAGES = (4, 2, 3, 5)
@@ -94,8 +92,7 @@ def bits(recipes: list[str], names: list[str] | None = None) -> None:
 def _checked(
     recipe: str, q: Any, k: Any, v: Any, options: dict[str, Any], plan: Any
 ) -> tuple[float, float, bool, bool]:
-    """The error over its bound, and over the result; whether codes are the reference's; whether all repetitions are equal, and
-    equal to those under codes of queries that are made before."""
+    """The error over its bound, and over the result; whether codes are the reference's; whether all repetitions are equal."""
     record, width, (queries, keys) = ATTENTION_RECIPES[recipe], q.shape[-1], (q.shape[2], k.shape[2])
     call = lambda: prefill.attention(q, k, v, record, scale=width**-0.5, plan=plan, **options)  # noqa: E731
     y = call()
@@ -106,11 +103,6 @@ def _checked(
     host, mean = [x.cpu() for x in (q, k, v)], None if made.mean is None else made.mean.cpu()
     expected = quantize_operands(host[0], *(x[:, :, :last] for x in host[1:]), recipe, mean=mean)
     equal = _equal(expected, made, width)
-    if made.q is None:
-        # Attention of the same codes of keys and values under those of queries that a launch of its own makes.
-        separate = prefill.operands(q, k, v, record, None, plan._replace(inside=False))
-        rest = (width**-0.5, options.get("causal", False), options.get("offset"), None, None, keys)
-        same &= torch.equal(y, prefill.attended(separate, q, v, record, *rest, plan._replace(inside=False)))
     if "mask" in options:
         options = {**options, "mask": options["mask"].cpu().numpy()}
     exact = np.asarray(

@@ -38,15 +38,12 @@ HEADS = Heads(32, 8, 128)
 RECIPE = "int8_block"
 PEER, QUANTIZATION = "SDPA, cuDNN", "quantization"
 VARIANTS = {
-    "one unit": Variant(), "two units": Variant(units=2), "queries inside": Variant(units=4, inside=True),
-    "queries inside, three stages": Variant(3, units=4, inside=True),
-    "queries inside, two units": Variant(units=2, inside=True),
+    "one unit": Variant(), "two units": Variant(units=2), "two units, three stages": Variant(3, units=2),
 }  # fmt: skip
 #: Forms of all of a call.
 WHOLE = {
     "two units": Variant(units=2), "codes in CUDA C++": Variant(units=2, heads=True),
     "queries by tokens, ring": Variant(units=2, heads=True, token_major=True),
-    "queries inside": Variant(units=4, inside=True), "all": Variant(units=4, inside=True, heads=True),
 }  # fmt: skip
 LOADS = (
     ("expect_bytes(bar, K_BYTES + SCALE_BYTES);", "expect_bytes(bar, 0);"),

@@ -250,7 +250,7 @@ GEMV = Family(
 
 # The gemm: any number of rows.
 
-#: Tiles ahead, pairs, splits; warpgroups that take turns; tiles of two sizes; levels of a table: each way of multiplying.
+#: Tiles ahead, pairs, splits; warpgroups that split K; tiles of two sizes; levels of a table: each way of multiplying.
 GEMM_PROBLEMS = tuple(Problem(*one) for one in (
     ("int4_g128", (256, 512), 129, BF16, None), ("int4_g128", (384, 1024), 1000, BF16, BF16),
     ("int4_g64", (256, 640), 200, BF16, FP32), ("int4_g32", (128, 256), 130, BF16, None),

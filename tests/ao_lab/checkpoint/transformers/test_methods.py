@@ -260,7 +260,7 @@ def test_adapters_and_the_weights_beside_them(tmp_path):
         part.add_(0.01)
     kind = type(model.lm_head)
     with pytest.warns(
-        UserWarning, match=r"adapters in training.*from_pretrained leaves them out.*lora_state_dict"
+        UserWarning, match=r"adapters in training.*from_pretrained leaves them out.*save_adapter"
     ):
         model.save_pretrained(tmp_path)
     assert type(model.lm_head) is kind

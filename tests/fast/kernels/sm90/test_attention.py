@@ -3,7 +3,6 @@ is compiled, and what is taken."""
 
 import re
 import subprocess
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,13 +15,12 @@ from fast.launch.cuda import MOST_SHARED
 from reference.attention.quantized import (
     ATTENTION_RECIPES,
     AttentionRecipe,
-    attention_recipe_of,
     quantize_operands,
     quantized_attention,
     quantized_attention_error_bound,
 )
 from tests.emulator.device.stand_in import StandIn
-from tests.emulator.faults import assert_seen, at_night, unchanged
+from tests.emulator.faults import assert_seen, at_night
 from tests.fast.kernels.sm90.machine_code import (
     compiled,
     complaints,
@@ -167,92 +165,6 @@ def is_right(way, change):
     return within("ring", early=early, change=change, seed=seed)
 
 
-#: Recipe, heads, queries, keys, options, dtype: of units whose queries become codes in the kernel.
-INSIDE = {
-    "two units": ("int8_block", 2, 20, 60, {"causal": True}, torch.bfloat16),
-    "a ring of units": ("int8_block", 6, 64, 70, {"causal": True}, torch.bfloat16),
-    "float8": ("fp8", 2, 150, 160, {"causal": True}, torch.float16),
-    "by token": ("int8", 3, 130, 40, {}, torch.float16),
-    "not finite": ("int8_block", 2, 140, 60, {}, torch.float16),
-    "as they are": (AttentionRecipe(rotate=False, center=False), 2, 60, 60, {}, torch.bfloat16),
-}  # fmt: skip
-
-
-def states_inside(name):
-    """Queries as projections leave them, keys and values of a case, and its rules."""
-    recipe, heads, queries, keys, options, dtype = INSIDE[name]
-    q, k, v = states(1, heads, 1, queries, keys, dtype)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    if name == "not finite":
-        q[0, 0, 3, 5], q[0, 1, 4, 7], q[0, 1, 5], q[0, 1, 6] = torch.nan, torch.inf, 0, 60000
-    rules = attention_recipe_of(recipe), 128**-0.5, options.get("causal", False), None, keys
-    return (q, k, v), rules, heads_of(quantize_operands(q, k, v, recipe))
-
-
-def inside(name, change=unchanged, early=True, seed=1):
-    """Attention of a case whose queries become codes in the kernel."""
-    (q, _, _), rules, made = states_inside(name)
-    without = made._replace(q=None, q_scale=None)
-    call = lambda: sm90.attended(without, q, *rules, Variant(2, units=4, inside=True))  # noqa: E731
-    return StandIn(early=early, seed=seed, change=change).made(call, q, *made[2:6])
-
-
-@lru_cache(maxsize=8)
-def outside(name):
-    """The same of codes that were made before."""
-    (q, _, _), rules, made = states_inside(name)
-    return StandIn(seed=1).made(lambda: sm90.attended(made, q, *rules, Variant(2)), *made[:6])
-
-
-def test_queries_become_codes_inside():
-    """Within the bound: of the first unit warpgroups that multiply make codes, of the next ones others."""
-    require_nvrtc()
-    operands, (recipe, *_), _ = states_inside("two units")
-    exact = quantized_attention(*operands, recipe, out_dtype="float64", causal=True)
-    bound = quantized_attention_error_bound(*operands, recipe, accumulation="exact", causal=True)
-    assert (np.abs(inside("two units").double().numpy() - np.asarray(exact)) <= bound).all()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", INSIDE)
-def test_codes_inside_are_those_of_before(name):
-    """Bit for bit."""
-    require_nvrtc()
-    y = inside(name)
-    torch.testing.assert_close(y, outside(name), rtol=0, atol=0, equal_nan=True)
-    assert bool(y.isnan().any()) == (name == "not finite")
-
-
-#: The same of what is inside.
-INSIDE_FAULTS = {
-    "codes are read before they are made": (
-        "wait_for(ring.full_q + 8 * of_queries.stage(), of_queries.parity());", "",
-    ),
-    "codes of the next units take these ones' place": ("wait_for(ring.empty_q + 8 * at.stage(), at.parity() ^ 1);", ""),
-    "a row's scale is its neighbour's": ("scales + 4 * own)", "scales + 4 * (own ^ 1))"),
-    "a row is not swizzled": ("part / 2 ^ own % 8u", "part / 2"),
-    "signs are another half's": ("const bool odd = lane % 2;", "const bool odd = lane / 2 % 2;"),
-    "queries of the next token": ("token = work.first + this->row;", "token = work.first + this->row + 1;"),
-    "a warp leaves rows out": ("constexpr int STEP = 2 * CODERS;", "constexpr int STEP = 2 * CODERS + 2;"),
-    "a sum for a difference": ("const float sign = lane & far ? -1.0f : 1.0f;", "const float sign = 1.0f;"),
-    "a scale is of half a row": (
-        "far < LANES / PIECES; far *= 2) most = larger", "far < LANES / PIECES / 2; far *= 2) most = larger",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", INSIDE_FAULTS)
-def test_the_emulator_sees_what_is_inside(fault):
-    require_nvrtc()
-    assert_seen(INSIDE_FAULTS[fault], is_right_inside, WAYS[:4])
-
-
-def is_right_inside(way, change):
-    early, seed = way
-    return torch.equal(inside("a ring of units", change, early, seed), outside("a ring of units"))
-
-
 PROBLEMS = [Problem(element, out, by_token, causal) for element, out, by_token, causal in (
     ("int8", "bfloat16", False, True), ("int8", "bfloat16", True, True), ("float8_e4m3fn", "float16", True, False),
     ("int8", "float32", True, False),
@@ -261,8 +173,7 @@ PROBLEMS = [Problem(element, out, by_token, causal) for element, out, by_token, 
 
 #: Variant and problem; the first is what serves.
 COMPILED = [(sm90.SERVED, PROBLEMS[0]), *((Variant(), one) for one in PROBLEMS),
-            (Variant(units=2), PROBLEMS[0]),
-            *((Variant(units=4, inside=True), one) for one in PROBLEMS[:3])]  # fmt: skip
+            (Variant(units=2), PROBLEMS[0])]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -272,11 +183,9 @@ COMPILED = [(sm90.SERVED, PROBLEMS[0]), *((Variant(), one) for one in PROBLEMS),
 )
 def test_compiled(variant, problem):
     """No spills, no serialized products, registers of products are left alone until they are waited for, and no warp group
-    asks for more registers than others leave it. Where codes of queries are made inside and each key has a scale, a few words
-    are spilled once a unit, in front of its tiles and behind them."""
+    asks for more registers than others leave it."""
     cubin, log = compiled(KERNEL, variant, problem)
-    once_a_unit = variant.inside and problem.by_token
-    assert [one for one in complaints(log, variant.threads) if not (once_a_unit and "spill" in one)] == []
+    assert complaints(log, variant.threads) == []
     assert waits_for_registers(disassembled(cubin), log, variant.threads) == []
     assert variant.shared <= MOST_SHARED
     code = disassembled(cubin)
@@ -284,9 +193,7 @@ def test_compiled(variant, problem):
     products = [at for at, line in enumerate(code.lines) if "GMMA." in line.text]
     assert sum(code.lines[at].text.startswith("QGMMA.64x136x32") for at in products) == 4
     assert len(products) == 16  # scores of the first tile, of the second and of a next one
-    checked = code.lines[products[7] : products[15]] if once_a_unit else code.lines
-    assert not any(line.text.startswith(("STL", "LDL")) for line in checked)
-    assert sum(line.text.startswith(("STL", "LDL")) for line in code.lines) <= 6
+    assert not any(line.text.startswith(("STL", "LDL")) for line in code.lines)
 
 
 @pytest.mark.nightly
@@ -312,7 +219,7 @@ def test_what_is_taken():
     assert "Hopper" in sm90.refusal(*states(1, 1, 1, 4, 4, torch.float32)[::2], recipe, None, None)
 
 
-def test_which_queries_become_codes_inside():
+def test_whose_queries_codes_are_made_in_cuda():
     q = torch.zeros(2, 4, 3, 128, dtype=torch.bfloat16)
     assert sm90.takes_queries(q)
     assert not sm90.takes_queries(q.float())

@@ -160,6 +160,7 @@ QUERY_FAULTS = {
     "pieces of a lane follow each other": ("from + 2 * EACH * OWN * j", "from + 2 * EACH * j"),
     "codes of a lane follow each other": ("(to + EACH * OWN * j)", "(to + EACH * j)"),
     "programs of queries are left out": ("own = at < both ? at / 2 : at - both / 2;", "own = at / 2;"),
+    "a sum for a difference": ("const float sign = lane & far ? -1.0f : 1.0f;", "const float sign = 1.0f;"),
     "pieces mix with others": ("if (!(i / EACH & far)) add", "if (i / EACH & far) add"),
 }  # fmt: skip
 
@@ -240,16 +241,14 @@ def test_what_is_taken():
 
 
 def test_what_a_form_does_not_take_is_made_as_before(monkeypatch):
-    """Operands of each form: codes of queries where they are not made inside; keys and values by either's kernels."""
+    """Operands of each form, by either's kernels; queries that those in CUDA C++ leave out by Triton's."""
     q = torch.zeros(1, 2, 8, 128, dtype=torch.bfloat16)
     calls = []
     made = Heads(None, None, q, q, q, q, None)
     monkeypatch.setattr(sm90_heads, "refusal", lambda *given: None)
     monkeypatch.setattr(sm90_heads, "quantized", lambda *given: calls.append("sm90") or made)
     monkeypatch.setattr(prefill, "query_codes", lambda *given: calls.append("queries") or (q, q))
-    monkeypatch.setattr(
-        prefill, "quantize_heads", lambda *given, queries: calls.append(f"triton {queries}") or made
-    )
+    monkeypatch.setattr(prefill, "quantize_heads", lambda *given: calls.append("triton") or made)
     recipe = ATTENTION_RECIPES["int8"]
 
     def called(plan, q=q, seen=None):
@@ -257,12 +256,11 @@ def test_what_a_form_does_not_take_is_made_as_before(monkeypatch):
         prefill.operands(q, q, q, recipe, seen, plan)
         return list(calls)
 
-    both = sm90.Variant(units=4, inside=True, heads=True)
-    assert called(sm90.Variant()) == called(None) == ["triton True"]
-    assert called(sm90.Variant(units=4, inside=True)) == ["triton False"]
-    assert called(sm90.Variant(heads=True)) == ["sm90", "queries"]
-    assert called(both) == ["sm90"]
-    assert called(both, q.float()) == ["sm90", "queries"]
-    assert called(both, seen=torch.ones(1, 8, dtype=torch.bool)) == ["triton False"]
+    heads = sm90.Variant(heads=True)
+    assert called(sm90.Variant()) == called(None) == ["triton"]
+    assert called(heads) == ["sm90", "queries"]
+    assert called(heads, seen=torch.ones(1, 8, dtype=torch.bool)) == ["triton"]
+    made = made._replace(q=q, q_scale=q)
+    assert called(heads) == ["sm90"]
     made = None
-    assert called(both) == ["sm90", "triton False"]
+    assert called(heads) == ["sm90", "triton"]

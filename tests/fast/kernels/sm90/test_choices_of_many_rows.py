@@ -22,8 +22,8 @@ from fast.kernels.sm90_w4a16_gemm.host import (
     nanoseconds,
     ratio_of,
     scheduled,
+    small_m_step,
     stage,
-    step_of_few,
 )
 
 # Preshuffled weights
@@ -144,33 +144,33 @@ def test_candidates_are_possible():
      (128, Weight("int8"), "t128c1k1s6u2"), (129, MXFP4, "t160c1k1s8")],
 )  # fmt: skip
 def test_few_rows(tokens, weight, wanted):
-    """Tiles of what there is, by warpgroups that take turns where that was faster."""
+    """Tiles of what there is, by warpgroups that split K where that was faster."""
     assert choose(tokens, *UP, weight).name == wanted
 
 
-def test_turns_have_no_neighbours():
+def test_slices_of_k_have_no_neighbours():
     """And as many stages each, of few rows alone."""
     for tokens in (33, 96, 128, 129, 1000):
         for weight in WEIGHTS:
             for one in candidates(tokens, 4096, weight):
-                assert one.turns == 1 or (one.cluster == 1 and not one.small and one.stages % 2 == 0)
-                assert one.turns == 1 or (tokens <= 128 and one.threads == 640)
+                assert one.k_slices == 1 or (one.cluster == 1 and not one.small and one.stages % 2 == 0)
+                assert one.k_slices == 1 or (tokens <= 128 and one.threads == 640)
 
 
-#: Microseconds of stages on an H200, (time - 3) / 64, of (14336, 4096): by tokens of tiles with turns, and of 128.
-TURNS = {
+#: Microseconds of stages on an H200, (time - 3) / 64, of (14336, 4096): by tokens of tiles with slices of K, and of 128.
+SLICED = {
     INT4: {64: 0.364, 96: 0.40}, Weight("int4", True): {64: 0.385}, Weight("int4", False, 2): {64: 0.367},
     Weight("int8"): {64: 0.388, 96: 0.44, 128: 0.50}, Weight("e4m3"): {64: 0.361, 96: 0.413, 128: 0.472},
     MXFP4: {64: 0.308, 128: 0.403},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("weight", TURNS)
-def test_stages_in_turn(weight):
+@pytest.mark.parametrize("weight", SLICED)
+def test_stages_of_slices(weight):
     """The model of few rows is within 8 percent."""
-    for tokens, us in TURNS[weight].items():
-        one = fitted(tokens, 1, 1, weight, turns=2)
-        assert step_of_few(one, weight) == pytest.approx(us, rel=0.08)
+    for tokens, us in SLICED[weight].items():
+        one = fitted(tokens, 1, 1, weight, k_slices=2)
+        assert small_m_step(one, weight) == pytest.approx(us, rel=0.08)
 
 
 def test_programs():

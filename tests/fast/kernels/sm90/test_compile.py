@@ -217,7 +217,7 @@ TESTED = [
     for at, weight in enumerate(WEIGHTS)
     for tile in (GEMM_TILES[0], GEMM_TILES[1 + at % 4], CUT[at % 6])
 ]
-#: Tokens, pair, splits, small, turns of rows that have scales.
+#: Tokens, pair, splits, small, slices of K of rows that have scales.
 SCALED_TILES = [
     (256, 1, 1, 0, 1),
     (256, 2, 1, 0, 1),
@@ -247,23 +247,23 @@ def features(case):
     return [*clusters, *named(element=weight.element, zero=weight.zero, groups=weight.parts > 1)]
 
 
-def tiles_in_turn(weight):
-    """Those that are taken with turns."""
-    return [tokens for tokens in gemm.C.few if gemm.turns_of(tokens, tokens, 1, weight) > 1]
+def tiles_of_slices(weight):
+    """Those that are taken with slices of K."""
+    return [tokens for tokens in gemm.C.small_m_tiles if gemm.k_slices_of(tokens, tokens, 1, weight) > 1]
 
 
 def gemm_cases():
     """Variants, what they decode, and the dtype of x: each by what kernels differ in, the others by night."""
     plain = by_day(TESTED, features)
     yield from ((variant_of(*one.values), one.values[1], "bfloat16", one.marks) for one in plain)
-    turned = by_day(
-        [(weight, tokens, "bfloat16") for weight in WEIGHTS for tokens in tiles_in_turn(weight)]
-        + [(weight, tiles_in_turn(weight)[-1], "float16") for weight in WEIGHTS],
+    sliced = by_day(
+        [(weight, tokens, "bfloat16") for weight in WEIGHTS for tokens in tiles_of_slices(weight)]
+        + [(weight, tiles_of_slices(weight)[-1], "float16") for weight in WEIGHTS],
         lambda case: named(element=case[0].element, tokens=case[1], x=case[2]),
     )
-    for one in turned:
+    for one in sliced:
         weight, tokens, x = one.values
-        yield gemm.fitted(tokens, 1, 1, weight, turns=2), weight, x, one.marks
+        yield gemm.fitted(tokens, 1, 1, weight, k_slices=2), weight, x, one.marks
     half = by_day(
         [
             (tile, weight)
@@ -275,18 +275,18 @@ def gemm_cases():
     yield from ((variant_of(*one.values), one.values[1], "float16", one.marks) for one in half)
     scaled = by_day(
         list(product(SCALED_TILES, SCALED_WEIGHTS)),
-        lambda case: named(turns=case[0][4], cut=case[0][3] > 0, splits=case[0][2] > 1, weight=case[1]),
+        lambda case: named(k_slices=case[0][4], cut=case[0][3] > 0, splits=case[0][2] > 1, weight=case[1]),
     )
     for one in scaled:
-        (tokens, pair, splits, small, turns), weight = one.values
-        yield gemm.fitted(tokens, pair, splits, weight, small, turns, True), weight, "bfloat16", one.marks
+        (tokens, pair, splits, small, k_slices), weight = one.values
+        yield gemm.fitted(tokens, pair, splits, weight, small, k_slices, True), weight, "bfloat16", one.marks
     grouped = by_day(
         [
             (one, weight)
             for at, weight in enumerate([*INTEGERS[::3], Weight("e4m3"), Weight("e2m1", False, 4)])
             for one in list(experts.candidates(weight))[at % 3 :: 3]
         ],
-        lambda case: named(element=case[1].element, cut=case[0].small > 0, turns=case[0].turns),
+        lambda case: named(element=case[1].element, cut=case[0].small > 0, k_slices=case[0].k_slices),
     )
     yield from ((*one.values, "bfloat16", one.marks) for one in grouped)
 
@@ -299,10 +299,10 @@ def waits(code):
 
 def assert_overlapped(code, one):
     """Two stages of four products, a wait for each two that leaves four, one for all at the end: no others make them serial.
-    In turns a stage of four and a wait for all of them, one at the end."""
+    In slices of K a stage of four and a wait for all of them, one at the end."""
     sizes = 2 if one.small else 1
-    assert sum("HGMMA" in line.text for line in code.lines) == (4 if one.turns > 1 else 8 * sizes)
-    assert waits(code) == ((0, 2) if one.turns > 1 else (4 * sizes, sizes))
+    assert sum("HGMMA" in line.text for line in code.lines) == (4 if one.k_slices > 1 else 8 * sizes)
+    assert waits(code) == ((0, 2) if one.k_slices > 1 else (4 * sizes, sizes))
     assert uses_in_flight(code) == []
 
 
@@ -341,7 +341,7 @@ def test_older_assemblers(tile, weight, tmp_path):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("cluster", gemm.C.clusters)
-@pytest.mark.parametrize("tokens", [*gemm.C.few[:2], *gemm.C.tiles])
+@pytest.mark.parametrize("tokens", [*gemm.C.small_m_tiles[:2], *gemm.C.tiles])
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = gemm.fitted(tokens, *cluster, weight)
@@ -349,10 +349,10 @@ def test_shared_memory_suffices(tokens, cluster, weight):
     assert one.stages >= 4
     if one.splits > 1:
         assert gemm.GROUPS * tokens * sparse24.PITCH * 4 <= one.ring(weight)
-    if tokens in gemm.C.few and one.cluster == 1:
-        turned = gemm.fitted(tokens, 1, 1, weight, turns=2)
-        assert turned.shared(weight) <= cuda.MOST_SHARED
-        assert turned.stages in range(4, 13, 2)
+    if tokens in gemm.C.small_m_tiles and one.cluster == 1:
+        sliced = gemm.fitted(tokens, 1, 1, weight, k_slices=2)
+        assert sliced.shared(weight) <= cuda.MOST_SHARED
+        assert sliced.stages in range(4, 13, 2)
 
 
 @pytest.mark.parametrize("element", gemm.ELEMENTS)
@@ -363,7 +363,7 @@ def test_shared_memory_suffices_for_scales_of_rows(element):
         for one in gemm.candidates(tokens, 4096, weight):
             scaled = gemm.with_scales(one, weight)
             assert scaled.shared(weight) <= cuda.MOST_SHARED
-            assert one.stages - one.turns <= scaled.stages <= one.stages
+            assert one.stages - one.k_slices <= scaled.stages <= one.stages
             assert scaled.name == one._replace(stages=scaled.stages).name + "x"
 
 

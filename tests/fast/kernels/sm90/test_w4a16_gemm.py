@@ -52,10 +52,10 @@ CASES = {
     "boxes without tokens": (Variant(96, 1, 1, 3), "int4_g128", (100, 128, 256), BF16, None),
     "boxes without tokens, pairs": (Variant(96, 2, 1, 4), "mxfp4", (130, 256, 256), BF16, None),
     "boxes without tokens, splits": (Variant(96, 2, 2, 5), "int4_g64", (30, 256, 256), BF16, None),
-    "turns": (Variant(32, 1, 1, 4, turns=2), "int4_g128", (33, 256, 512), BF16, BF16),
-    "turns, groups of 32": (Variant(16, 1, 1, 6, turns=2), "int4_g32_asymmetric", (17, 128, 640), F16, None),
-    "turns, e4m3": (Variant(96, 1, 1, 4, turns=2), "fp8_rowwise", (70, 128, 256), BF16, None),
-    "turns, nvfp4": (Variant(32, 1, 1, 4, turns=2), "nvfp4", (20, 256, 256), BF16, None),
+    "K slices": (Variant(32, 1, 1, 4, k_slices=2), "int4_g128", (33, 256, 512), BF16, BF16),
+    "K slices, groups of 32": (Variant(16, 1, 1, 6, k_slices=2), "int4_g32_asymmetric", (17, 128, 640), F16, None),
+    "K slices, e4m3": (Variant(96, 1, 1, 4, k_slices=2), "fp8_rowwise", (70, 128, 256), BF16, None),
+    "K slices, nvfp4": (Variant(32, 1, 1, 4, k_slices=2), "nvfp4", (20, 256, 256), BF16, None),
     "wide": (Variant(192, 2, 1, 4), "int4_g128", (200, 256, 256), BF16, BF16),
 }  # fmt: skip
 
@@ -63,7 +63,9 @@ CASES = {
 def features_of(name):
     """Each scheme, each way of tiles, and what x and a bias are."""
     one, scheme, _, dtype, biased = CASES[name]
-    tiles = named_features(pair=one.pair, splits=one.splits > 1, turns=one.turns, boxes=one.tokens >= 96)
+    tiles = named_features(
+        pair=one.pair, splits=one.splits > 1, k_slices=one.k_slices, boxes=one.tokens >= 96
+    )
     return [*tiles, *named_features(scheme=scheme, dtype=dtype, biased=biased)]
 
 
@@ -125,20 +127,20 @@ def test_sums_of_integers(early):
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stages", [2 * 2, pytest.param(2 * 3, marks=pytest.mark.nightly)])
-def test_sums_of_those_that_take_turns(early, stages):
+def test_sums_of_slices_of_k(early, stages):
     """Several tiles of a program, of more tokens than are left at once."""
     require_nvrtc()
     x, w, right = integers(96, 256, 640)
-    assert_same_bits(w4a16_gemm(x, w, None, Variant(80, 1, 1, stages, turns=2), early=early), right)
+    assert_same_bits(w4a16_gemm(x, w, None, Variant(80, 1, 1, stages, k_slices=2), early=early), right)
 
 
 @pytest.mark.parametrize("stages", [3, 5])
-def test_stages_are_those_of_one_turn(stages):
+def test_stages_are_those_of_one_slice(stages):
     """Else a warpgroup would not see whether it waits for a phase, or for the next but one."""
     require_nvrtc()
     x, w, _ = integers(16, 128, 256)
     with pytest.raises(CompileError, match="STAGES"):
-        w4a16_gemm(x, w, None, Variant(16, 1, 1, stages, turns=2), early=True)
+        w4a16_gemm(x, w, None, Variant(16, 1, 1, stages, k_slices=2), early=True)
 
 
 # Levels
@@ -150,7 +152,7 @@ LEVEL_CASES = {
     "pairs": (Variant(32, 2, 1, 4), (384, 33), F16, BF16),
     "splits": (Variant(32, 1, 3, 3), (256, 20), BF16, torch.float32),
     "pairs, splits": (Variant(32, 2, 2, 5), (384, 40), F16, None),
-    "turns": (Variant(32, 1, 1, 4, turns=2), (256, 33), BF16, BF16),
+    "K slices": (Variant(32, 1, 1, 4, k_slices=2), (256, 33), BF16, BF16),
     "small tiles": (Variant(48, 1, 1, 3, 16), (128, 60), BF16, None),
 }
 
@@ -216,7 +218,7 @@ def test_levels_are_those_of_the_weight():
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    "variant", [Variant(32, 1, 1, 3), Variant(32, 1, 1, 4, turns=2), Variant(32, 1, 2, 3)]
+    "variant", [Variant(32, 1, 1, 3), Variant(32, 1, 1, 4, k_slices=2), Variant(32, 1, 2, 3)]
 )
 def test_sums_of_levels(early, variant):
     """Of integers, with scales that are powers of two: exact in any order."""
@@ -316,7 +318,7 @@ SCALED_CASES = {
     "pairs": (Variant(32, 2, 1, 4), "nvfp4", (70, 384, 256), BF16, torch.float32),
     "splits": (Variant(16, 1, 3, 3), "int4_g64", (20, 128, 640), BF16, F16),
     "pairs, splits": (Variant(32, 2, 2, 5), "int8_rowwise", (40, 384, 256), F16, None),
-    "turns": (Variant(32, 1, 1, 4, turns=2), "int4_g32_asymmetric", (90, 256, 512), BF16, BF16),
+    "K slices": (Variant(32, 1, 1, 4, k_slices=2), "int4_g32_asymmetric", (90, 256, 512), BF16, BF16),
     "small tiles": (Variant(48, 1, 1, 3, 16), "nf4", (60, 128, 384), BF16, torch.float32),
     "wide": (Variant(192, 1, 1, 4), "int4_g128", (200, 128, 256), BF16, None),
 }
@@ -353,7 +355,7 @@ def test_scales_of_one_are_none(early):
     """By several tiles of a program."""
     require_nvrtc()
     x, w, right = integers(96, 256, 640)
-    found = w4a16_gemm(x, w, None, Variant(80, 1, 1, 4, turns=2), x_scale=torch.ones(96), early=early)
+    found = w4a16_gemm(x, w, None, Variant(80, 1, 1, 4, k_slices=2), x_scale=torch.ones(96), early=early)
     assert_same_bits(found, right)
 
 
@@ -389,9 +391,9 @@ def product_of_integers(early, change):
     return w4a16_gemm(x, w, None, Variant(48, 1, 1, 3), early=early, change=change)
 
 
-def product_by_turns(early, change):
+def product_by_slices_of_k(early, change):
     x, w, _ = integers(80, 256, 640)
-    return w4a16_gemm(x, w, None, Variant(80, 1, 1, 4, turns=2), early=early, change=change)
+    return w4a16_gemm(x, w, None, Variant(80, 1, 1, 4, k_slices=2), early=early, change=change)
 
 
 def product_of_levels(early, change):
@@ -409,10 +411,10 @@ def product_of_factors(early, change, *, scheme):
 
 
 def product_of_scaled_rows(early, change):
-    """Sums of those that take turns lie behind the scales."""
+    """Sums of slices of K lie behind the scales."""
     w, _ = stored("int4_g128", 256, 512)
     x, _ = given(90, 256, 512, BF16, None)
-    variant = Variant(32, 1, 1, 4, turns=2)
+    variant = Variant(32, 1, 1, 4, k_slices=2)
     return w4a16_gemm(x, w, None, variant, x_scale=scales(90), early=early, change=change)
 
 
@@ -426,16 +428,16 @@ FAULTS = {
     "scales of another row": ("rows.scale[r % 2]", "rows.scale[r / 2]"),
     "scales of another block": ("left = PARTS > 1 ? 1 : p.each;", "left = 1;"),
     "a buffer is written while it is copied": ("wait_written<1>();", ";"),
-    "it ends before it is written": ("if (SPLITS == 1 && thread == 0 && turn == 0) wait_written<0>();", ""),
+    "it ends before it is written": ("if (SPLITS == 1 && thread == 0 && slice == 0) wait_written<0>();", ""),
     "columns of another instruction": ("x + 2 * j", "x"),
     },
-    product_by_turns: {
+    product_by_slices_of_k: {
     "a stage is handed back while it is read": ("if (step > steps.first) release(before);", "release(at.stage);"),
     "operands are written while they are read": ("finish<0>(sum);\n#pragma unroll\n      for", "#pragma unroll\n      for"),
-    "sums of another turn are left out": ("add_sums(sum + i", "if (i > 4) add_sums(sum + i"),
+    "sums of another slice are left out": ("add_sums(sum + i", "if (i > 4) add_sums(sum + i"),
     "nobody waits for sums": ("sync_named(left);", ";"),
     "sums are left before others were taken": ("if (!opening) sync_named(taken);", ";"),
-    "both take the same stages": ("at(turn)", "at(0)"),
+    "both take the same stages": ("at(slice)", "at(0)"),
     },
     product_of_levels: {
     "levels of neighbours": ("u32(LEVEL) << 8 * r", "u32(LEVEL / 2) << 8 * r"),

@@ -1,18 +1,18 @@
-// Warpgroups that take stages in turn: TURNS multiply the same features by the same tokens, the second one every other stage. Its
+// Sliced K: K_SLICES warpgroups multiply the same features by the same tokens, the second one every other stage. Its
 // sums are added to those of the first through shared memory, GATHERED tokens at a time, and the first one writes the tile.
 //
-// Before: `copies.cuh`, Sum, GROUPS, TURNS, STAGES, TOKENS.
+// Before: `copies.cuh`, Sum, GROUPS, K_SLICES, STAGES, TOKENS.
 
-constexpr int GATHERED = TOKENS < 64 ? TOKENS : 64, SUMS_BYTES = TURNS > 1 ? GROUPS * GATHERED * 256 : 0;
-static_assert(TURNS <= 2 && STAGES % TURNS == 0);  // else parities of a stage would be those of every other phase
+constexpr int GATHERED = TOKENS < 64 ? TOKENS : 64, SUMS_BYTES = K_SLICES > 1 ? GROUPS * GATHERED * 256 : 0;
+static_assert(K_SLICES <= 2 && STAGES % K_SLICES == 0);  // else parities of a stage would be those of every other phase
 
 // A stage of those that a warpgroup takes, and the parity of its barriers' phase.
 struct Own {
   int stage;
   u32 parity = 0;
-  __device__ __forceinline__ Own(int turn) : stage(turn) {}
+  __device__ __forceinline__ Own(int slice) : stage(slice) {}
   __device__ __forceinline__ void advance() {
-    stage += TURNS;
+    stage += K_SLICES;
     if (stage >= STAGES) stage -= STAGES, parity ^= 1;
   }
 };
@@ -33,13 +33,13 @@ __device__ __forceinline__ void add_sums(Sum* sum, u32 address) {
 
 // Whether a warpgroup has all sums afterwards. place: a thread's in shared memory; opening: whether nothing was left there before.
 template <int HELD>
-__device__ __forceinline__ bool gathered(Sum (&sum)[HELD], u32 place, int group, int turn, bool& opening) {
-  if constexpr (TURNS > 1) {
+__device__ __forceinline__ bool gathered(Sum (&sum)[HELD], u32 place, int group, int slice, bool& opening) {
+  if constexpr (K_SLICES > 1) {
     const int left = 5 + group, taken = 7 + group;
 #pragma unroll
     for (int from = 0; from < HELD; from += GATHERED / 2) {
       const int to = from + GATHERED / 2 < HELD ? from + GATHERED / 2 : HELD;
-      if (turn > 0) {
+      if (slice > 0) {
         if (!opening) sync_named(taken);
 #pragma unroll
         for (int i = from; i < to; i += 4) leave_sums(sum + i, place + (i - from) * 512);
@@ -53,5 +53,5 @@ __device__ __forceinline__ bool gathered(Sum (&sum)[HELD], u32 place, int group,
       opening = false;
     }
   }
-  return turn == 0;
+  return slice == 0;
 }
