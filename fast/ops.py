@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from fast.dispatch import is_transformed
 from reference import FORMATS, Format, Scales
@@ -123,6 +124,7 @@ def register(
     operator.register_vmap(_one_by_one(operator))
     _call_directly(operator, implementation, backward is not None)
     if backward is None:
+        operator.register_torch_dispatch(FunctionalTensorMode, _traced_without_gradient)
         return operator
     operator.register_autograd(backward, setup_context=save)
     return _differentiable(operator, backward, save)
@@ -146,21 +148,34 @@ def _call_directly(operator: Any, implementation: Callable[..., Any], differenti
 
 def _without_gradient(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation, whose results raise where they are differentiated, instead of losing the gradient without a word."""
+
+    @functools.wraps(implementation)
+    def call(*args: Any) -> Any:
+        return _refusing(name, implementation(*args), args)
+
+    return call
+
+
+def _traced_without_gradient(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The same while a compiler traces the operator for autograd, where no implementation runs: differentiating raises then.
+
+    A rule for the tracer alone: eager calls and compiled programs go no other way than without it.
+    """
+    result = mode.__torch_dispatch__(function, types, args, kwargs)
+    return _refusing(function._schema.name.rpartition("::")[2], result, args)
+
+
+def _refusing(name: str, result: Any, args: tuple[Any, ...]) -> Any:
+    """Results of an operator, of which floating-point ones raise where they are differentiated if an operand asks for that."""
+    if not torch.is_grad_enabled() or not any(map(_requires_gradient, args)):
+        return result
     refused = (
         f"torch.ops.ao_lab.{name} has no gradient: it rounds. ao_lab.fake_quantize is the same rounding with a "
         "straight-through gradient, fast.linear multiplies by quantized weights with one for x; or call it in torch.no_grad()"
     )
-
-    @functools.wraps(implementation)
-    def call(*args: Any) -> Any:
-        result = implementation(*args)
-        if not torch.is_grad_enabled() or not any(map(_requires_gradient, args)):
-            return result
-        parts = [result] if isinstance(result, torch.Tensor) else list(result)
-        parts = [_Refusing.apply([one], refused, *args) if one.is_floating_point() else one for one in parts]  # type: ignore[no-untyped-call]
-        return parts[0] if isinstance(result, torch.Tensor) else type(result)(parts)
-
-    return call
+    parts = [result] if isinstance(result, torch.Tensor) else list(result)
+    parts = [_Refusing.apply([one], refused, *args) if one.is_floating_point() else one for one in parts]  # type: ignore[no-untyped-call]
+    return parts[0] if isinstance(result, torch.Tensor) else type(result)(parts)
 
 
 def _requires_gradient(argument: Any) -> bool:

@@ -307,7 +307,8 @@ def grouped(reasons: Sequence[str]) -> list[str]:
 
 def fallback_note(reasons: Sequence[str], adaptable: bool) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
-    reasons = grouped(reasons)
+    # The way out stands once, at the end.
+    reasons = [reason.removesuffix(f"; {WAY_OUT}") for reason in grouped(reasons)]
     left = len(reasons) - 2
     more = f"; and {left} other reason{'s' * (left > 1)}" if left > 0 else ""
     way = (

@@ -368,9 +368,9 @@ class Work:
         pace = (self.reached - self.first[1]) / (self.done - self.first[0])
         later, waited = self.total - self.done - self.together, now - self.reached
         this = max(pace * self.together - waited, 0.0)
-        if later <= 0 and not this:
-            return ""
         left = pace * max(later, 0) + this
+        if round(left) < 1:  # "0 s" would be said of the whole command, which goes on to write
+            return ""
         return f"about {left:.0f} s left" if left < IN_MINUTES else f"about {left / 60:.0f} min left"
 
 

@@ -252,7 +252,17 @@ def _loss_of_merging(moved: list[tuple[float, float]]) -> str:
     lost, added = (sum(both) for both in zip(*moved, strict=True))
     if not lost or not added:
         return ""
-    return f"; rounding the sums moved the weights by {(lost / added) ** 0.5:.2g} times what the adapters had added"
+    ratio = (lost / added) ** 0.5
+    told = f"; rounding the sums moved the weights by {ratio:.2g} times what the adapters had added"
+    return told + (f" ({LOST})" if ratio > MUCH else "")
+
+
+#: From which part on the rounding of merged sums is told as a loss, and what is said then.
+MUCH = 0.3
+LOST = (
+    "training is lost in it, most of it from 1 on: LoRA(rounds='sum') trains for the rounded sum, ao_lab.save_adapter before "
+    "step='convert' keeps the adapters apart"
+)
 
 
 def _select_layers(

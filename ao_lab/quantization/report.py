@@ -82,6 +82,12 @@ SLOW = (
     "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and is no faster than an "
     "unquantized layer; a configuration with {} is faster here"
 )
+#: Of layers that quantize inputs and whose configuration names another kernel.
+NAMED = (
+    '  kernel="{}": a saved folder holds the same quantized values and scales, but transformers, which dequantizes, rounds sums '
+    "otherwise: outputs of a layer differ in the last bits there, those of a model more, since inputs of later layers are "
+    "rounded to other values"
+)
 #: The function of a layer in 2:4 storage on a GPU that no kernel multiplies as it is stored.
 SLOWER = "dequantize, slower than bfloat16"
 
@@ -113,6 +119,8 @@ class Layer(LayerLine):
     failures: Mapping[str, str] = field(default_factory=dict)
     #: The kernel that is faster, where the configuration names "dequantize" and inputs are quantized as well; else "".
     faster: str = ""
+    #: The kernel that the configuration names where inputs are quantized, if it is not "dequantize"; else "".
+    named: str = ""
     #: What calibration won, where methods quantized it.
     calibrated: LayerResult | None = None
 
@@ -202,9 +210,11 @@ class Report(ModelReport[Layer]):
         return "; ".join(filter(None, (heading, self.kv_cache, self.attention)))
 
     def notes(self) -> list[str]:
-        """Of layers that multiply as transformers does: that this is no faster, and what is."""
+        """Of layers that multiply as transformers does: that this is no faster, and what is; of others that outputs differ."""
         faster = dict.fromkeys(f'kernel="{layer.faster}"' for layer in self.layers if layer.faster)
-        return [SLOW.format(" or ".join(faster))] if faster else []
+        named = dict.fromkeys(layer.named for layer in self.layers if layer.named)
+        slow = [SLOW.format(" or ".join(faster))] if faster else []
+        return slow + [NAMED.format('" or "'.join(named))] * bool(named)
 
 
 def known_reasons(model: nn.Module) -> dict[str, str]:
@@ -320,13 +330,18 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     scheme, (by_rows, failures) = str(parameter.recipe), families_of(module, parameter)
     return Layer(
         full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows, failures=failures,
-        faster=named_slow(parameter.recipe),
+        faster=named_slow(parameter.recipe), named=named_fast(parameter.recipe),
     )  # fmt: skip
 
 
 def named_slow(recipe: Recipe) -> str:
     """The kernel that is faster than a recipe's own; "" where it does not name "dequantize" beside quantized inputs."""
     return faster_kernel(recipe) if recipe.kernel == "dequantize" and recipe.activation is not None else ""
+
+
+def named_fast(recipe: Recipe) -> str:
+    """The kernel that a recipe with quantized inputs names, if it computes sums otherwise than transformers; else ""."""
+    return "" if recipe.activation is None or recipe.kernel in ("auto", "dequantize") else recipe.kernel
 
 
 def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[tuple[Range, ...], dict[str, str]]:

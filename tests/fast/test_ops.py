@@ -115,6 +115,25 @@ def test_operators_that_have_no_gradient_refuse_one():
         assert not any(one.requires_grad for one in operator(x, "mxfp8_e4m3"))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in _RefusingBackward:UserWarning")
+def test_compiled_programs_refuse_a_gradient_too():
+    """While they are traced, by a rule that eager calls do not see; what is detached, and no_grad, compile as ever."""
+    x = WIDE.clone().requires_grad_()
+
+    def program(x, scale):
+        return torch.ops.ao_lab.both_values(x * scale, "mxfp8_e4m3")[0] + x
+
+    compiled = torch.compile(program, backend="aot_eager")
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"both_values has no gradient.*fake_quantize"
+    ):
+        compiled(x, 2.0)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, 2.0), program(x, 2.0))
+    torch.compile(lambda x: program(x.detach(), 2.0) + x, backend="aot_eager")(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_operators_without_a_gradient_say_so():
     x = X.clone().requires_grad_()
     y = torch.ops.ao_lab.matmul(x, *CALLS["matmul"][1:])

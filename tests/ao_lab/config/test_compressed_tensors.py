@@ -302,6 +302,11 @@ def test_what_is_adapted_is_told_by_the_result():
     assert ao_lab.FqnToConfig({"_default": made}).changes[0] == f"_default: {made.changes[0]}"
     layer = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
     assert 'a configuration with kernel="int8" is faster here' in str(ao_lab.quantize_(layer, made))
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
+    named = ao_lab.Int8DynamicActivationInt8WeightConfig(kernel="int8").for_layout("compressed-tensors")
+    ao_lab.quantize_(layer, ao_lab.QATConfig(named))
+    told = str(ao_lab.quantize_(layer, ao_lab.QATConfig(named, step="convert")))
+    assert 'kernel="int8": a saved folder holds the same quantized values' in told
 
 
 def test_scales_in_the_weights_dtype_lie_so_in_files(tmp_path):

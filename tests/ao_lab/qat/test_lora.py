@@ -282,8 +282,13 @@ def test_merged(name, dtype):
         net, QATConfig(CONFIGS[name], step="convert"), progress=lambda *told: seen.append(told)
     )
     assert seen == [("first.weight", 1, 2), ("second.weight", 2, 2)]
-    said = r"trained by QAT, adapters merged; rounding the sums moved the weights by (\S+) times what the adapters had added"
-    (told,) = {re.fullmatch(said, layer.reason)[1] for layer in report.changed}
+    said = (
+        r"trained by QAT, adapters merged; rounding the sums moved the weights by (\S+) times what the adapters had "
+        r"added(.*)"
+    )
+    ((told, meant),) = {re.fullmatch(said, layer.reason).groups() for layer in report.changed}
+    assert bool(meant) == (float(told) > 0.3)
+    assert not meant or ("most of it from 1 on" in meant and "ao_lab.save_adapter" in meant)
     layers = (net.first, net.second)
     lost = [one.weight.dequantize().float() - dense for one, dense in zip(layers, sums, strict=True)]
     both = [sum(float(x.square().sum()) for x in parts) for parts in (lost, added)]
