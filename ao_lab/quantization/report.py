@@ -84,8 +84,8 @@ SLOW = (
 )
 #: Of layers that quantize inputs and whose configuration names another kernel.
 NAMED = (
-    '  kernel="{}": a saved folder holds the same quantized values and scales, but transformers, which dequantizes, rounds sums '
-    "otherwise: outputs of a layer differ in the last bits there, those of a model more, since inputs of later layers are "
+    '  kernel="{}": a saved folder holds the same quantized values and scales, but transformers, which dequantizes, rounds '
+    "sums otherwise: outputs of a layer differ in the last bits there, those of a model more, since inputs of later layers are "
     "rounded to other values"
 )
 #: The function of a layer in 2:4 storage on a GPU that no kernel multiplies as it is stored.
