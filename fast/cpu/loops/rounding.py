@@ -38,9 +38,9 @@ class Rounding:
     """What a kernel is compiled for.
 
     half: of bfloat16, else of float32; scale: RATIO, TABLE or OUTER; target, floor: of block scales, a floor of 0 is none;
-    is_tensor: one amax is of all blocks; short_scale: a RATIO is rounded to bfloat16; floats: of elements, or None, and integers
-    from low to high; has_zero: with zero points, the range is widened to hold 0; codes: codes, scales and zero points are
-    written, else numbers; outer_target, outer_floor, stored: of OUTER, the last what block scales are stored in.
+    is_tensor: one amax is of all blocks; short_scale: a RATIO is rounded to bfloat16; floats: of elements, or None, and
+    integers from low to high; has_zero: with zero points, the range is widened to hold 0; codes: codes, scales and zero points
+    are written, else numbers; outer_target, outer_floor, stored: of OUTER, the last what block scales are stored in.
     """
 
     half: bool
