@@ -17,7 +17,7 @@ from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_1_8B
 from experiments.report import targets
 from experiments.report.content import PEER, Card, Comparison, Drawing, Headline, Section, Table
-from experiments.report.plots import dots
+from experiments.report.phones import dots_twice
 from experiments.report.results import (
     HARDWARE,
     METRICS,
@@ -240,7 +240,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     beside += "" if theirs is None else f"; torchao {number(theirs, 0)}"
     what = f"tokens a second of Llama-3.1-8B's shapes with {quoted} weights, batch 1"
     target = verdict_of(targets_by_run(rows), row, f"{quoted}: {NAMES[RATE]}")
-    return [Card(row, f"{row.value:.0f}", what, beside, bars, target)]
+    return [Card(row, f"{row.value:.0f}", what, beside, bars, target, results.rows)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -511,9 +511,9 @@ def plot(where: Where, results: Results) -> Drawing:
         f"torchao, same run, {where.device}": [over_fastest(results, TORCHAO, method) for method in shown],
         f"published (torchao), {HARDWARE}": [published_speedup(method) for method in shown],
     }
-    figure = dots(shown, series, "tokens/s over bfloat16, batch 1, shapes of Llama-3.1-8B", base=1.0)
+    figures = dots_twice(shown, series, "tokens/s over bfloat16, batch 1, shapes of Llama-3.1-8B", base=1.0)
     caption = (
         "Tokens a second over those of bfloat16 of the same source. The published values are of another GPU: their ratios "
         "compare, their rates do not."
     )
-    return Drawing(f"decode-speed-{where.ending}", caption, figure)
+    return Drawing(f"decode-speed-{where.ending}", caption, *figures)

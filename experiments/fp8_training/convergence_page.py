@@ -30,7 +30,8 @@ from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
 from experiments.pretraining.run import BITS
 from experiments.report.content import Drawing, Section, Table
-from experiments.report.plots import curves, dots
+from experiments.report.phones import dots_twice
+from experiments.report.plots import curves
 from experiments.report.results import Columns, Results, Where, best_run, by_run, number
 from experiments.report.targets import (
     RunTargets,
@@ -173,7 +174,7 @@ def gap_drawing(where: Where, gaps: Results) -> Drawing:
     metrics = [metric for metric in totals(gaps) if "/" not in metric]
     lines = list(dict.fromkeys((row.setting, row.method) for row in gaps.rows))
     found = {metric: [gap_of(gaps, *line, metric) for line in lines] for metric in metrics}
-    figure = dots(
+    figures = dots_twice(
         [f"{method}, {setting}" for setting, method in lines],
         {metric: [one and one.mean for one in values] for metric, values in found.items()},
         f"gap to bfloat16 (%); light line: 0, dark line: the margin of {MARGIN}%",
@@ -181,7 +182,7 @@ def gap_drawing(where: Where, gaps: Results) -> Drawing:
         base=MARGIN,
         height=0.1 + 0.09 * len(metrics),
     )
-    return Drawing(f"fp8-gaps-{where.ending}", "Gaps to bfloat16 with 95% intervals.", figure)
+    return Drawing(f"fp8-gaps-{where.ending}", "Gaps to bfloat16 with 95% intervals.", *figures)
 
 
 def curve_drawing(where: Where, lines: Results) -> Drawing:

@@ -257,7 +257,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     beside = "; ".join(filter(None, ("bfloat16", other, beside_card(rows, "rowwise"))))
     what = "speed of a compiled training step of two Llama-3-8B layers in FP8 (rowwise)"
     target = verdict_of(targets_by_run(rows), row, f"{ours('rowwise')}: {FASTEST}")
-    return [Card(row, f"{row.value:.2f}x", what, beside, bars, target)]
+    return [Card(row, f"{row.value:.2f}x", what, beside, bars, target, results.rows)]
 
 
 def speed_headlines(rows: Sequence[Row]) -> list[Headline]:

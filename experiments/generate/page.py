@@ -7,7 +7,7 @@ compiled for eight layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ao_lab.measure.turns import REPEAT
 from experiments.generate.run import (
@@ -38,7 +38,7 @@ from experiments.generate.tables import (
 from experiments.generate.tables import Table as Measured
 from experiments.harness.rows import Row
 from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of, member
-from experiments.report.plots import ratio_map
+from experiments.report.phones import ratio_map_twice
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, counts, limits, missed, verdict_of
 
@@ -117,7 +117,7 @@ COLUMNS = {
 def findings(rows: Sequence[Row]) -> list[str]:
     """Targets, and speeds where most users are; nothing of stand-ins."""
     words = []
-    for where, results in timed(rows):
+    for where, results in foremost(timed(rows)):
         words += [speeds(where, results, setting) for setting in measured(results)]
         if targets := targets_of(where.data, results):
             lost = [f"missed: {'; '.join(map(str, found))}" for found in [missed(targets)] if found]
@@ -170,7 +170,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
         "compiled"
     )
     target = verdict_of(targets_by_run(rows), row, f"int4 g128, {alone}")
-    return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars, target)]
+    return [Card(row, f"{row.value:.2f}x", what, "bfloat16", bars, target, whole.rows)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -242,7 +242,14 @@ def unsteady(where: Where, results: Results, setting: str) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """One for each model on each device."""
-    return [section(where, results) for where, results in by_run(rows, KIND).items()]
+    return [section(where, results) for where, results in foremost(by_run(rows, KIND).items())]
+
+
+def foremost(runs: Iterable[tuple[Where, Results]]) -> list[tuple[Where, Results]]:
+    """The whole model before parts of it, the last device before others."""
+    whole = Stage(WHOLE, "").data
+    last_first = list(runs)[::-1]
+    return sorted(last_first, key=lambda run: run[0].data != whole)
 
 
 def section(where: Where, results: Results) -> Section:
@@ -292,11 +299,11 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     """Speeds over bfloat16, methods by settings."""
     names = [one.name for one in METHODS if one is not BASE]
     values = [[results.value(setting, name, SPEED) for setting in settings] for name in names]
-    figure = ratio_map(names, settings, values, "speed over bfloat16")
+    figures = ratio_map_twice(names, settings, values, "speed over bfloat16")
     return Drawing(
         f"generate-{where.data}-{where.ending}",
         f"transformers' generate(), {where}: speed over bfloat16.",
-        figure,
+        *figures,
     )
 
 

@@ -99,7 +99,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for kind, said in ((SPEED, _said_of_speed), (GENERATE, _said_of_models), (STEP, _said_of_models)):
         best = best_run(by_run(rows, kind))
         if best is not None and best[0].scale != "quick":
-            words.append(f"{said(best[1])} ({best[0]}).")
+            words.append(f"{best[0]}: {said(best[1])}.")
     return words
 
 
@@ -107,7 +107,7 @@ def _said_of_speed(results: Results) -> str:
     setting = "64 x 8192" if "64 x 8192" in results.settings else results.settings[-1]
     times = {method: results.value(setting, method, TIME) for method in results.methods}
     parts = [f"{member(method)} {number(value, 0)}" for method, value in times.items() if value is not None]
-    return f"Decode attention of one layer at {setting} tokens, us a call: {', '.join(parts)}"
+    return f"decode attention of one layer at {setting} tokens, us a call: {', '.join(parts)}"
 
 
 def _said_of_models(results: Results) -> str:
@@ -118,7 +118,7 @@ def _said_of_models(results: Results) -> str:
             f"{member(method)} {number(value, 2)}" for method, value in times.items() if value is not None
         ]
         said.append(f"{setting}: {', '.join(parts)}")
-    return f"Decoding, ms a token, of {'; of '.join(said)}"
+    return f"decoding, ms a token, of {'; of '.join(said)}"
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

@@ -12,7 +12,7 @@ from experiments.ladder.subjects import MODELS, STAND_INS, Subject
 from experiments.ladder.summary import COUNT, MEAN, PUBLISHED, TIME, last_rung, speedup, times
 from experiments.ladder.trace import OPERATORS
 from experiments.report.content import Drawing, Headline, Section, Table, readable
-from experiments.report.plots import ratio_map
+from experiments.report.phones import ratio_map_twice
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, limit_of
 
@@ -283,8 +283,9 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
     ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
     lines = [rung_name(one, own_weights(names, line)) for one, line in zip(rungs, values, strict=True)]
-    figure = ratio_map(lines, list(map(titled, names)), values, "speed over the first rung", end=16.0)
-    figure.axes[0].tick_params(axis="x", rotation=30)
+    figures = ratio_map_twice(lines, list(map(titled, names)), values, "speed over the first rung", end=16.0)
+    for figure, rotation in zip(figures, (30, 90), strict=True):
+        figure.axes[0].tick_params(axis="x", rotation=rotation)
     ends = all(ends_alone(BY_NAME[name], tables_of[name]) for name in names)
     name = f"ladder-{setting.replace(' ', '-')}-{where.ending}"
     caption = (
@@ -292,7 +293,7 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
         f"{'the first and the last only' if ends else 'which adds one optimisation'}. Models of which the first rung alone was "
         "measured are left out."
     )
-    return [Drawing(name, caption, figure)]
+    return [Drawing(name, caption, *figures)]
 
 
 def ends_alone(one: Subject, results: Results) -> bool:

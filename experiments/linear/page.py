@@ -115,7 +115,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     what = f"speed of a linear layer ({readable(SHAPE)}) with `Int4WeightOnlyConfig()`, one token"
     held = [RunTargets(run[0], targets_of("weights", *run), "weights", "times bfloat16")]
     target = verdict_of(held, row, f"{DEFAULT}, 1 token")
-    return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars, target)]
+    return [Card(row, f"{row.value:.2f}x", what, f"bfloat16; {time} us a call", bars, target, run[1].rows)]
 
 
 def main_finding(rows: Sequence[Row]) -> str:

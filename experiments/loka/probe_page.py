@@ -23,6 +23,7 @@ from experiments.loka.prediction import (
 )
 from experiments.loka.sampling_cost import CADENCES, COST, GATHERED, KEPT, SAMPLED, STEP
 from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.phones import dots_twice
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number, sections_by_run
 from experiments.report.targets import RunTargets, Target, limit_of
@@ -192,11 +193,14 @@ def fault_drawing(where: Where, results: Results) -> Drawing:
         name: [results.value(one, KINDS[0], metric) for one in results.settings]
         for name, metric in (("tests of probe_kernel", SIGMAS), ("MERE", MERE))
     }
-    figure = dots(results.settings, series, "standard errors on inputs of a layer", symlog=1.0, base=ERRORS)
+    figures = dots_twice(
+        results.settings, series, "standard errors on inputs of a layer", symlog=1.0, base=ERRORS
+    )
     return Drawing(
         f"loka-faults-{where.scale}{where.device_ending}",
-        "Faulty kernels: from five standard errors on one is found.",
-        figure,
+        "Faulty kernels, by `probe_kernel` and by MERE, the mean of |error / output|: one is found from five standard errors "
+        "on, the upright line.",
+        *figures,
     )
 
 

@@ -64,7 +64,7 @@ def _compared(one: Published, rows: Sequence[Row]) -> Comparison:
         metric=one.metric,
         unit=one.unit,
         published=one.value,
-        published_on=one.hardware,
+        published_on=one.hardware or "not stated",
         source=f"{one.paper}, {one.source}",
         measured=None if found is None else found[1],
         measured_on="" if found is None else found[0],

@@ -11,7 +11,8 @@ from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORS
 from experiments.prefill_attention.speed import COSINE as COSINE_OF_LAST
 from experiments.prefill_attention.speed import GRAPH, PEERS, QUANTIZATION, RATE, SPEED, TIME
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.plots import NARROW, curves, dots
+from experiments.report.phones import dots_twice
+from experiments.report.plots import NARROW, curves
 from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, limit_of
@@ -205,11 +206,11 @@ def error_section(name: str, where: Where, results: Results) -> Section:
         "mean of layers": [results.value(ATTENTION, method, NORM) for method in methods],
         "worst layer": [results.value(ATTENTION, method, NORM + WORST) for method in methods],
     }
-    figure = dots(methods, norms, "norm of the error over that of the result")
+    figures = dots_twice(methods, norms, "norm of the error over that of the result")
     drawing = Drawing(
         f"prefill-attention-{name.lower()}-{where.data}-{where.ending}",
         f"What 8 bits lose in the attention of {name}.",
-        figure,
+        *figures,
     )
     lines = [[method, *_cells(results, ATTENTION, method, ERRORS)] for method in methods]
     table = Table(

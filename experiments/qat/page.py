@@ -21,7 +21,7 @@ from experiments.qat.run import (
 )
 from experiments.report import accuracies
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
-from experiments.report.plots import dots
+from experiments.report.phones import dots_twice
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, Target, limits
 
@@ -202,12 +202,12 @@ def loss_plot(where: Where, results: Results) -> Drawing:
         series[name] = [results.value(*one, f"loss, {name}") for one in found]
         errors[name] = [results.value(*one, f"loss, {name}, 95% interval") for one in found]
     labels = [label(*one) for one in found]
-    figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=0.01)
+    figures = dots_twice(labels, series, "increase in bits per byte over float32", errors=errors, symlog=0.01)
     caption = (
         "Loss of the model quantized after full-precision training (PTQ) and after quantization-aware training (QAT), "
         "means over seeds with 95% intervals; linear below 0.01, logarithmic above."
     )
-    return Drawing(figure_name(where), caption, figure)
+    return Drawing(figure_name(where), caption, *figures)
 
 
 def figure_name(where: Where) -> str:

@@ -14,7 +14,7 @@ from experiments.qat_overhead.run import EXPERIMENT, KIND
 from experiments.qat_overhead.step import COPY_RATE, INT8_INT4, OURS
 from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
-from experiments.report.plots import dots
+from experiments.report.phones import dots_twice
 from experiments.report.results import (
     FOLDER,
     Published,
@@ -254,7 +254,8 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         one.hardware,
         f"{one.paper}, {one.source}",
         measured,
-        f"{found[0].device}, forward and backward alone" if found and measured is not None else "",
+        found[0].device if found and measured is not None else "",
+        part="" if measured is None else "forward and backward alone",
     )
 
 
@@ -329,7 +330,7 @@ def plot(where: Where, results: Results) -> Drawing:
         name: [results.value(setting, method, metric) for setting, method in lines]
         for name, metric in (("time", TIME), ("peak memory", MEMORY))
     }
-    figure = dots(
+    figures = dots_twice(
         [f"{method}, {setting}" for setting, method in lines],
         series,
         "percent over bfloat16 training",
@@ -338,5 +339,5 @@ def plot(where: Where, results: Results) -> Drawing:
     return Drawing(
         f"qat-overhead-{where.data}{where.device_ending}",
         "Time and peak memory over bfloat16 training without fake quantization.",
-        figure,
+        *figures,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.harness.rows import Row
 from experiments.report.content import Table, days_of
@@ -21,12 +21,14 @@ YES, NO, UNDECIDED, NOT_YET = "yes", "no", "undecided", "not yet"
 
 @dataclass(frozen=True)
 class Interval:
-    """A quantity: its least, likeliest and largest value; the rows that it is of."""
+    """A quantity: its least, likeliest and largest value; the rows that it is of; what its ends are, where it is no 95%
+    interval."""
 
     low: float
     middle: float
     high: float
     rows: tuple[Row, ...]
+    ends: str = ""
 
     @classmethod
     def around(cls, middle: float, half: float, *rows: Row) -> Interval:
@@ -43,16 +45,19 @@ class Interval:
         below = math.hypot(self.middle - self.low, other.high - other.middle)
         above = math.hypot(self.high - self.middle, other.middle - other.low)
         middle = self.middle - other.middle
-        return Interval(middle - below, middle, middle + above, (*self.rows, *other.rows))
+        rows = (*self.rows, *other.rows)
+        return Interval(middle - below, middle, middle + above, rows, self.ends or other.ends)
 
     def over(self, other: Interval) -> Interval:
         """The ratio, of positive quantities: from the least over the largest to the largest over the least."""
         rows = (*self.rows, *other.rows)
-        return Interval(self.low / other.high, self.middle / other.middle, self.high / other.low, rows)
+        ends = self.ends or other.ends
+        return Interval(self.low / other.high, self.middle / other.middle, self.high / other.low, rows, ends)
 
     def scaled(self, factor: float, shift: float = 0.0) -> Interval:
         """factor * (value + shift), for a positive factor."""
-        return Interval(*(factor * (one + shift) for one in (self.low, self.middle, self.high)), self.rows)
+        low, middle, high = (factor * (one + shift) for one in (self.low, self.middle, self.high))
+        return replace(self, low=low, middle=middle, high=high)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Claim:
             f"{one:.{self.digits}f}" for one in (self.found.low, self.found.middle, self.found.high)
         )
         unit = f" {self.unit}".rstrip().replace(" %", "%")
-        return f"{middle}{unit}" if low == high else f"{middle}{unit} [{low}, {high}]"
+        ends = f", {self.found.ends}" * bool(self.found.ends)
+        return f"{middle}{unit}" if low == high else f"{middle}{unit} [{low}, {high}{ends}]"
 
     @property
     def bound(self) -> str:
@@ -209,13 +215,15 @@ def exact(results: Results, setting: str, method: str, metric: str) -> Interval 
     return None if row is None else Interval.around(row.value, 0.0, row)
 
 
+#: What the ends of an interval of times are.
+STEPS = "20% to 80% of steps"
+
+
 def between(results: Results, setting: str, method: str, low: str, metric: str, high: str) -> Interval | None:
-    """A value between two others, such as a time's quantiles."""
+    """A time between its quantiles."""
     rows = [results.row(setting, method, one) for one in (low, metric, high)]
     values = [row.value for row in rows if row is not None]
-    return (
-        None if len(values) < 3 or rows[1] is None else Interval(values[0], values[1], values[2], (rows[1],))
-    )
+    return None if len(values) < 3 or rows[1] is None else Interval(*values, rows=(rows[1],), ends=STEPS)
 
 
 def difference(one: Interval | None, other: Interval | None) -> Interval | None:

@@ -242,6 +242,10 @@ NO_TARGET = "no target"
 PEER = "torchao (2:4: cuSPARSELt)"
 
 
+#: Quantiles of times that rows have beside medians.
+SPREAD = ("20%", "80%")
+
+
 @dataclass(frozen=True)
 class Card:
     """One number of the first screen: its row, what it says, what it stands beside, and lines of the figure.
@@ -249,7 +253,7 @@ class Card:
     row: whose value it is, and whose history is kept. value: as it is shown, such as ``2.91x``. what: of what, in a few words.
     beside: what it is compared with. bars: for the figure, values over bfloat16 by series (ours, a library), by label. target:
     the value's target and whether it is met (`experiments.report.targets.verdict_of`). rows: those of the row's table, which
-    say how much text it is measured on, where it is a mean over text.
+    say how much text it is measured on, where it is a mean over text, and how times spread, where it is a speed.
     """
 
     row: Row
@@ -274,6 +278,17 @@ class Card:
     def run(self) -> str:
         """Its device, and that its run is a short one."""
         return run_of(self.row.device, self.short)
+
+    @property
+    def spread(self) -> str:
+        """Of a time how far its 20% and 80% quantiles lie from the median, as its table has them; nothing without both."""
+        found = {row.metric: row.value for row in self.rows if row.line == self.row.line}
+        for name in ("time", "time per token"):
+            ends = [found.get(f"{name}, {share}") for share in SPREAD]
+            low, high = (None if end is None else end / found[name] - 1 for end in ends)
+            if low is not None and high is not None:
+                return f"{' to '.join(SPREAD)} of times: {100 * low:+.1f} to {100 * high:+.1f}%"
+        return ""
 
     @property
     def kernels(self) -> str:
@@ -381,7 +396,8 @@ class Comparison:
     """A published value beside the measured one of the same model, method and metric; `measured` is None without such a row.
 
     `published_on`, `measured_on`: the devices. `source`: where it was published. `command`: what measures it, and `reason`: why
-    there is none, where a page knows (`experiments.report.accuracies`).
+    there is none, where a page knows (`experiments.report.accuracies`). `part`: which part of what was published ours is of,
+    where it is of a part.
     """
 
     model: str
@@ -395,6 +411,7 @@ class Comparison:
     measured_on: str = ""
     command: str = ""
     reason: str = ""
+    part: str = ""
 
     @property
     def ratio(self) -> float | None:

@@ -247,6 +247,7 @@ def dots(
     axis.set_ylim(-max(1, len(labels)) + 0.3, 0.7)
     if symlog is not None and axis.has_data():
         axis.set_xscale("symlog", linthresh=symlog)
+        axis.xaxis.get_major_locator().set_params(numticks=6 if width > NARROW else 4)
         axis.axvline(0, color="#888888", linewidth=0.8)
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
@@ -533,19 +534,21 @@ def narrow_ratio_map(
     values: Sequence[Sequence[float | None]],
     label: str,
     xlabel: str,
+    end: float = END,
 ) -> Figure:
     """The same for a phone: grids of so many columns below each other, without the scale of colours, which the values tell."""
     rows, values = measured_lines(rows, values)
     grids = math.ceil(len(columns) / NARROW_COLUMNS)
     width = math.ceil(len(columns) / max(1, grids))
     starts = range(0, len(columns), width)
-    size = (3.6, len(starts) * (0.75 + 0.2 * len(rows)))
+    tall = 0.05 + 0.15 * max((name.count("\n") + 1 for name in rows), default=1)
+    size = (3.6, len(starts) * (0.75 + tall * len(rows)))
     figure, axes = subplots(len(starts), 1, size)
     for axis, start in zip(axes, starts, strict=True):
-        end = start + width
-        shown = [[*line[start:end], *[None] * (end - len(columns))] for line in values]
-        names = [*columns[start:end], *[""] * (end - len(columns))]
-        draw_ratios(axis, rows, names, shown)
+        last = start + width
+        shown = [[*line[start:last], *[None] * (last - len(columns))] for line in values]
+        names = [*columns[start:last], *[""] * (last - len(columns))]
+        draw_ratios(axis, rows, names, shown, end)
         axis.set_xlabel(xlabel)
     axes[0].set_title(label, loc="left")
     figure.tight_layout()

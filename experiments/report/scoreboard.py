@@ -190,13 +190,15 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         one.model,
         one.method,
         one.metric,
-        f"({number(one.ratio, 2)})" if one.ratio is not None and of_devices(one) else number(one.ratio, 2),
+        f"({number(one.ratio, 2)})"
+        if one.ratio is not None and (of_devices(one) or one.part)
+        else number(one.ratio, 2),
         better(one.metric),
         short(one.published),
         short(one.measured),
         UNITS.get(one.unit, one.unit),
         one.published_on,
-        one.measured_on,
+        ", ".join(filter(None, (one.measured_on, one.part))),
         f"[{sources.index(one.source) + 1}]",
     ]
 

@@ -14,6 +14,7 @@ from experiments.models.pretraining import SMALL
 from experiments.models.quantized_model import WEIGHTS
 from experiments.pretraining.run import BITS
 from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.phones import dots_twice
 from experiments.report.plots import dots
 from experiments.report.real_runs import (
     CHANGE,
@@ -182,7 +183,7 @@ def gap_drawing(kind: str, where: Where, gaps: Results) -> Drawing:
         storage or "float weights": [gap_of(gaps, stored_as(method, storage)) for method in METHODS]
         for storage in STORAGES
     }
-    figure = dots(
+    figures = dots_twice(
         METHODS,
         {name: [one and one.mean for one in found] for name, found in series.items()},
         f"gap to dense ({unit}); the line marks the margin of {margin:g}",
@@ -190,7 +191,7 @@ def gap_drawing(kind: str, where: Where, gaps: Results) -> Drawing:
         base=margin,
     )
     return Drawing(
-        f"sparsity-{kind}-gaps-{where.ending}", f"{title}: gaps to dense with 95% intervals.", figure
+        f"sparsity-{kind}-gaps-{where.ending}", f"{title}: gaps to dense with 95% intervals.", *figures
     )
 
 

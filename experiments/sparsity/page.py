@@ -252,7 +252,7 @@ def cards(rows: Sequence[Row]) -> list[Card]:
     bars = {f"matmul {readable(LARGEST)}, FP8, 2:4 weight": {"ao_lab": row.value, PEER: library}}
     what = f"speed of a matmul ({readable(LARGEST)}) in FP8 with a 2:4 weight"
     beside = f"bfloat16; dense FP8 {number(dense, 2)}x, cuSPARSELt {number(library, 2)}x"
-    return [Card(row, f"{row.value:.2f}x", what, beside, bars)]
+    return [Card(row, f"{row.value:.2f}x", what, beside, bars, rows=run[1].rows)]
 
 
 def product_main_finding(rows: Sequence[Row]) -> str:

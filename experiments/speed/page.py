@@ -10,6 +10,7 @@ from statistics import median
 
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
+from experiments.report.phones import dots_twice
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, lines_of, number
 from experiments.report.targets import RunTargets, Target, counts
@@ -132,12 +133,12 @@ def layer_plot(where: Where, results: Results) -> list[Drawing]:
         return []
     ends = {"least": min, "median": median, "most": max}
     series = {name: [end(values) for values in found.values()] for name, end in ends.items()}
-    figure = dots(list(found), series, "speed over the baseline", base=1.0, height=0.24)
+    figures = dots_twice(list(found), series, "speed over the baseline", base=1.0, height=0.24)
     caption = (
         "Speed over the baseline: right of the line ours is faster. Of quantized linear layers, over the dense one, the least, "
         "the median and the most of all schemes that were measured."
     )
-    return [Drawing(f"speed-layers-{where.scale}-{where.device.replace(' ', '-')}", caption, figure)]
+    return [Drawing(f"speed-layers-{where.scale}-{where.device.replace(' ', '-')}", caption, *figures)]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

@@ -49,7 +49,16 @@ def test_figures_of_two_gpus_are_two_files():
     names = [one.drawings[0].name for one in page.sections([*found[0], *found[1]])]
     assert len(set(names)) == 2
     assert set(names) == set(page.FEATURED)
-    assert H100.lower().replace(" ", "-") in names[0]
+    assert H100.lower().replace(" ", "-") in names[1]
+
+
+def test_the_whole_model_on_the_last_device_comes_first():
+    runs = [(layers, device) for device in (H100, H200) for layers in (LEAST, WHOLE)]
+    found = [
+        row for layers, device in runs for row in rows_of(BATCH1, {"int8": 1.4}, layers=layers, device=device)
+    ]
+    places = [one.partition(", batch")[0] for one in page.findings(found) if "speed over it" in one]
+    assert places[:2] == [f"{device}, Llama-3.1-8B, {WHOLE} layers" for device in (H200, H100)]
 
 
 def test_a_target_that_was_not_measured_is_open():

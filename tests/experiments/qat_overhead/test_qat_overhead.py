@@ -176,7 +176,7 @@ def test_the_page_is_written(tmp_path):
     page = pages.make_page(places, "qat_overhead")
     assert page is not None
     assert len(page.sections) == 3
-    assert len(page.pictures) == 2
+    assert len(page.pictures) == 4  # each in two widths
     assert registry.EXPERIMENTS["qat_overhead"].part_of == "qat"
 
 

@@ -98,6 +98,7 @@ def first_page(tmp_path):
         row=SimpleNamespace(commit=""),
         target="no target",
         kernels="",
+        spread="",
     )
     overview = SimpleNamespace(name="overview", caption="Speed")
     values = {

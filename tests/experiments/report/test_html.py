@@ -32,6 +32,8 @@ from experiments.report.content import (
     windows_in,
 )
 from experiments.report.pages import TEMPLATES, further_pages
+from experiments.report.phones import dots_twice, ratio_map_twice
+from experiments.report.plots import NARROW
 from experiments.report.results import Results, by_run, number, shown
 from experiments.report.scoreboard import better, scoreboard, short
 
@@ -493,3 +495,33 @@ def test_series_of_dots_differ_and_none_hides_another():
     lines = [one[0] for one in figure.axes[0].containers]
     assert len({(one.get_color(), one.get_marker()) for one in lines}) == len(lines) == 7
     assert len({height for one in lines for height in one.get_ydata()}) == 14
+
+
+def test_a_figure_for_a_phone_is_narrow_and_breaks_labels():
+    wide, narrow = dots_twice(["int8 dynamic, int4 g32 weight, compiled"], {"ours": [1.0]}, "speed")
+    assert narrow.get_figwidth() == NARROW < wide.get_figwidth()
+    assert all("\n" in one.get_text() for one in narrow.axes[0].get_yticklabels())
+    _, narrow = ratio_map_twice(["int4 g128, prepared and frozen"], ["1"], [[2.0]], "speed", end=16.0)
+    assert "\n" in narrow.axes[0].get_yticklabels()[0].get_text()
+
+
+def test_a_card_says_how_times_spread_and_whose_kernels_they_are_of():
+    place = {
+        "experiment": "decode",
+        "table": "decode/full/x",
+        "setting": "s",
+        "method": "m",
+        "device": "GPU",
+        "seed": 0,
+    }
+    values = {
+        "time": (2.0, "us"),
+        "time, 20%": (1.9, "us"),
+        "time, 80%": (2.5, "us"),
+        "speed": (3.0, "ratio"),
+    }
+    rows = [Row(**place, metric=name, value=value, unit=unit) for name, (value, unit) in values.items()]
+    card = Card(rows[-1], "3x", "speed", "bfloat16", rows=rows)
+    assert card.spread == "20% to 80% of times: -5.0 to +25.0%"
+    assert card.kernels == "by the kernels of that day, which are not named"
+    assert Card(rows[-1], "3x", "speed", "bfloat16").spread == ""
