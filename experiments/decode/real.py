@@ -50,7 +50,7 @@ from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import REAL, Bench, RealModel, Undivided, linears, sizes
 from experiments.models.llama import COMPILED_LIMIT, relative_change
 from experiments.models.quantized_model import activation_scheme
-from experiments.models.serving import as_loaded
+from experiments.models.serving import as_loaded, recorded_threads
 from experiments.runs.real_models import Place, Tables, bench_of, by_data, facts, run_models
 from experiments.runs.run import Settings, all_rows
 
@@ -305,7 +305,8 @@ def generation(here: Here, model: nn.Module, batch: int) -> Values:
     for one, mine in both:
         _, _, tokens = mine.generate()
         _, theirs = by_transformers(one, prompt, new)
-    with with_threads(timed_threads(prompt.device, lambda: by_transformers(base, prompt, min(new, WARM)))):
+    threads = timed_threads(prompt.device, lambda: by_transformers(base, prompt, min(new, WARM)))
+    with with_threads(threads):
         over = most_allocated(prompt.device, loop.generate)
         rounds = [[round_of(one, mine, prompt, new) for one, mine in both] for _ in range(ROUNDS)]
     firsts, rests, wholes, first_wholes = (median(one[-1][at] for one in rounds) for at in range(4))
@@ -318,6 +319,7 @@ def generation(here: Here, model: nn.Module, batch: int) -> Values:
         "tokens of the prompt": (prompt.shape[1], ""),
         "new tokens": (new, ""),
         "same tokens": (100 * float((tokens == theirs).float().mean()), "%"),
+        **recorded_threads(threads),
     }
     if model is not base:
         found |= speedups(OVER_OWN, [(one[0][1], one[1][1]) for one in rounds])

@@ -11,7 +11,7 @@ from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.report.content import Section, Table
-from experiments.report.real_runs import RealRun, findings_of, grid_of, real_runs, title_of
+from experiments.report.real_runs import RealRun, findings_of, grid_of, real_runs, threads_of, title_of
 from experiments.report.results import HARDWARE, MODEL, Results, failures, number, published
 
 PUBLISHED = "published: "
@@ -105,7 +105,7 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
             number(results.value(*one, "same tokens"), 0),
         ]
         lines.append([*line, number(published(one[1]).get("tokens/s"), 1)] if beside else line)
-    return Table(f"{run.model}, {batch}", columns, lines, results.rows)
+    return Table(f"{run.model}, {batch}{threads_of(results)}", columns, lines, results.rows)
 
 
 def speedup(results: Results, line: tuple[str, str], name: str) -> str:

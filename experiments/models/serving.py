@@ -28,6 +28,8 @@ ROUNDS = 3
 #: Metrics beside "tokens/s" of a model that was timed in turn with the dense one.
 DENSE, SPEEDUP = "tokens/s of the dense model in turn", "speedup of generate()"
 LEAST, LARGEST = f"{SPEEDUP}, lowest", f"{SPEEDUP}, highest"
+#: With how many threads of a CPU speeds were timed.
+THREADS = "threads"
 #: The most that tensors of generate() took beside the weights, and that with the weights as they are in memory.
 OVER, PEAK = "memory of generating, over the weights", "peak memory"
 #: Examples of a task of lm-evaluation-harness (None: all), by scale.
@@ -69,12 +71,19 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     with as_loaded(*both):
         for one in both:
             by_transformers(one, ids, min(new, WARM))
-        with with_threads(timed_threads(device, lambda: by_transformers(base, ids, min(new, WARM)))):
+        threads = timed_threads(device, lambda: by_transformers(base, ids, min(new, WARM)))
+        with with_threads(threads):
             over = most_allocated(device, lambda: by_transformers(model, ids, new))
-            found = in_turn([[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)], new)
+            rounds = [[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)]
+    found = {**in_turn(rounds, new), **recorded_threads(threads)}
     if over is None:
         return found
     return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}
+
+
+def recorded_threads(threads: int | None) -> Values:
+    """How many threads of a CPU speeds are of, as rows say it; nothing of other devices."""
+    return {} if threads is None else {THREADS: (threads, "")}
 
 
 def in_turn(rounds: Sequence[Sequence[float]], new: int) -> Values:

@@ -26,6 +26,7 @@ from experiments.report.real_runs import (
     quality_cells,
     real_runs,
     relative,
+    threads_of,
     title_of,
     windows_of,
 )
@@ -135,7 +136,7 @@ def serving(run: RealRun) -> Table:
         f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
         f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare; "
         "size: of the files; peak memory: weights as they are in memory, where float32 scales may take more, and the most that "
-        "tensors took beside them"
+        f"tensors took beside them{threads_of(run.whole)}"
     )
     return Table(caption, columns, lines, run.whole.rows)
 

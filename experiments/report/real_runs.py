@@ -11,6 +11,7 @@ from typing import TypeVar
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import BASE, FILE, MODEL, REAL
 from experiments.models.quantized_model import WEIGHTS, activations_of
+from experiments.models.serving import THREADS
 from experiments.report.content import windows_in
 from experiments.report.results import Results, Where, interval_cell, number
 
@@ -205,6 +206,12 @@ def divergences(results: Results, setting: str) -> str:
     """The KL divergence of each method with half of its interval, in words; "" where none was measured."""
     found = {name: results.with_half(setting, name, KL, KL_ERROR) for name in results.methods}
     return ", ".join(f"{name} {cell}" for name, cell in found.items() if cell)
+
+
+def threads_of(results: Results) -> str:
+    """With how many CPU threads speeds of a table were timed, in words that follow others; "" where its rows do not say it."""
+    found = sorted({int(row.value) for row in results.rows if row.metric == THREADS})
+    return f"; timed with {' or '.join(map(str, found))} CPU thread{'s' * (found != [1])}" if found else ""
 
 
 def windows_of(results: Results) -> str:

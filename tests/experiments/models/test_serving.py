@@ -70,6 +70,7 @@ def test_memory_of_generating_is_what_tensors_take_beside_the_weights(tmp_path):
     prompt = torch.zeros(1, 16, dtype=torch.int64)
     found, again = (serving.generation(model, prompt, 6, model) for _ in range(2))
     assert found["tokens/s"][0] > 0
+    assert found[serving.THREADS][0] in (1, torch.get_num_threads())
     weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     assert found[serving.PEAK][0] == weights + found[serving.OVER][0]
     assert found[serving.OVER] == again[serving.OVER]

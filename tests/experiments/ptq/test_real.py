@@ -134,6 +134,7 @@ def test_its_report_is_one_page_of_this_model(reproduced):
     assert html.count('<details class="table"') == html.count(" open><summary>") == 2
     for text in (html, (reports / "README.md").read_text()):
         assert "tiny-llama" in text
+        assert re.search(r"timed with [\d or]+ CPU thread", text)
         assert not any(word in text for word in ("Llama-3", "ublished accurac", "WikiText", "not yet"))
     assert [one.name for one in (reports / "data").iterdir()] == ["ptq.csv.gz"]
     other = [replace(rows[0], table="quality/quick/sympy-1")]
