@@ -137,10 +137,11 @@ class Chosen:
         return sorted(found, key=lambda case: case.levers.graphs)
 
     def traced(self) -> list[Case]:
-        """Rungs of the ladder."""
+        """Rungs of the ladder, or of these the ends that alone are timed."""
         found: list[Case] = []
         for one in self.subjects if TRACE in self.groups else ():
-            rungs = [x for x in ladder(one.weights) if self.real or not x.compiled]
+            every = ends(one) if ENDS in self.groups and RUNGS not in self.groups else ladder(one.weights)
+            rungs = [x for x in every if self.real or not x.compiled]
             found += self.cases(one, rungs, one.batches if self.real else one.batches[:1])
         return found
 
