@@ -1,7 +1,8 @@
 """Arrays of others: torch tensors as NumPy arrays; what JAX and flax know of the classes and functions here.
 
 **Containers.** `@array_container(...)` names the fields of a dataclass that hold arrays (`Quantized`, `Scales`); the others
-are static. JAX gets the arrays as leaves of a pytree, and torch tensors in them are converted too.
+are static. JAX gets the arrays as leaves of a pytree, and torch tensors in them are converted too. What is static of a
+`Quantized` is its `Structure`: its shape follows from its arrays, so that `scan` and `vmap` may take axes off and put axes on.
 
 JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after
 JAX is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands
@@ -36,7 +37,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, ParamSpec, TypeVar, cast
+from operator import attrgetter
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -131,13 +133,38 @@ Class = TypeVar("Class", bound=type[Any])
 _ARRAYS: dict[type, tuple[str, ...]] = {}
 _UNKNOWN_TO_JAX: list[type] = []
 _UNKNOWN_TO_FLAX: list[type] = []
+#: What makes the static part of an instance and instances of it, by class: see `Structure`.
+_STRUCTURES: dict[type, type[Structure]] = {}
 
 
-def array_container(*arrays: str) -> Callable[[Class], Class]:
-    """Decorator that registers a dataclass by the names of its fields that hold an array or None; other fields are static."""
+class Structure(Protocol):
+    """The static part of a container in JAX: hashable, compared by value."""
+
+    @classmethod
+    def of(cls, value: Any) -> Structure:
+        """That of an instance."""
+
+    def filled(self, *arrays: Any) -> Any:
+        """An instance with these arrays, or with whatever JAX puts in their place."""
+
+    def text(self) -> str:
+        """For files (`jax.export`)."""
+
+    @classmethod
+    def read(cls, text: str) -> Structure:
+        """The inverse of `text`, in any process."""
+
+
+def array_container(*arrays: str, structure: type[Structure] | None = None) -> Callable[[Class], Class]:
+    """Decorator that registers a dataclass by the names of its fields that hold an array or None.
+
+    structure: what the other fields are in JAX; a class that has others needs it.
+    """
 
     def register(cls: Class) -> Class:
         _ARRAYS[cls] = arrays
+        if structure is not None:
+            _STRUCTURES[cls] = structure
         _UNKNOWN_TO_JAX.append(cls)
         _UNKNOWN_TO_FLAX.append(cls)
         register_if_imported()
@@ -161,10 +188,32 @@ def register_jax() -> None:
     import jax
 
     while _UNKNOWN_TO_JAX:
-        cls = _UNKNOWN_TO_JAX.pop()
-        names = [field.name for field in fields(cls)]
-        static = [name for name in names if name not in _ARRAYS[cls]]
-        jax.tree_util.register_dataclass(cls, data_fields=list(_ARRAYS[cls]), meta_fields=static)
+        _register_jax(jax, _UNKNOWN_TO_JAX.pop())
+
+
+def _register_jax(jax: Any, cls: type) -> None:
+    """Make a class of `array_container` a pytree, which `jax.export` writes too."""
+    names, structure = _ARRAYS[cls], _STRUCTURES.get(cls)
+    keys = [jax.tree_util.GetAttrKey(name) for name in names]
+    arrays_of = attrgetter(*names)
+
+    def flatten(value: Any) -> tuple[tuple[Any, ...], Any]:
+        return arrays_of(value), None if structure is None else structure.of(value)
+
+    def flatten_with_keys(value: Any) -> tuple[tuple[Any, ...], Any]:
+        arrays, static = flatten(value)
+        return tuple(zip(keys, arrays, strict=True)), static
+
+    def unflatten(static: Any, arrays: Any) -> Any:
+        return cls(*arrays) if static is None else static.filled(*arrays)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"ao_lab.{cls.__name__}",
+        serialize_auxdata=lambda static: b"" if static is None else static.text().encode(),
+        deserialize_auxdata=lambda text: structure.read(bytes(text).decode()) if structure else None,
+    )
 
 
 def register_if_imported() -> None:

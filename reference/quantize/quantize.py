@@ -28,7 +28,6 @@ from reference.arrays.namespace import (
     Array,
     DTypeLike,
     Namespace,
-    code_input,
     codes_of,
     dtype_name,
     float_input,
@@ -65,10 +64,10 @@ from reference.formats.encode import (
 from reference.formats.formats import Format
 from reference.formats.storage import pack, packed_shape, unpack
 from reference.quantize.blocks import Blocks
+from reference.quantize.checks import check_quantized, not_quantized_message, unpacked
 from reference.quantize.scales import (
     Chosen,
     check_scales,
-    check_stored,
     choose,
     given_scales,
     power_codes,
@@ -165,68 +164,6 @@ def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) 
     return Quantized(codes, blocks.expose(scale, ns), None, None, blocks.shape, blocks.axis, scheme)
 
 
-def check_quantized(q: Quantized) -> Blocks:
-    """The blocks of q; TypeError or ValueError where a field is not what `quantize` returns."""
-    if not isinstance(q.scheme, Scheme):
-        raise TypeError(
-            f"the scheme of a Quantized is a record, got {type(q.scheme).__name__}: {q.scheme!r}; SCHEMES has those of names"
-        )
-    lengths = q.shape if isinstance(q.shape, tuple) else (None,)
-    if not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in lengths):
-        raise TypeError(f"the shape of a Quantized is a tuple of integers, got {q.shape!r}")
-    ns, _ = _checked_codes(q)
-    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
-    if q.tiled:
-        check_tiled(q.scheme, q.shape, q.axis)
-    check_stored(ns, q, q.scheme, blocks, q.tiled)
-    return blocks
-
-
-def _checked_codes(q: Quantized) -> tuple[Namespace, Array]:
-    """The codes; TypeError for another dtype than the element has, ValueError for another shape than q says."""
-    ns, codes = code_input(q.codes, "dequantize")
-    stored = "uint8" if q.scheme.format.bits <= 8 else "uint16"
-    if ns.dtype_name(codes) != stored:
-        raise TypeError(
-            f"codes of {q.scheme.element} are {stored}, got {ns.dtype_name(codes)} of shape {ns.shape(codes)}; cast them"
-        )
-    wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
-    if ns.shape(codes) != wanted:
-        raise ValueError(_wrong_shape_message(q, wanted, ns.shape(codes)))
-    return ns, codes
-
-
-def _wrong_shape_message(q: Quantized, wanted: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """The message for codes of another shape than q's: a batch, as vmap adds one, the other form of codes, or anything."""
-    kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
-    message = f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {got}"
-    if len(got) > len(wanted) and got[len(got) - len(wanted) :] == wanted:
-        batch = got[: len(got) - len(wanted)]
-        return (
-            f"{message}: a batch {batch} of them, as jax.vmap(quantize) returns it; jax.vmap(dequantize) takes it, and "
-            f"quantize without vmap takes the whole array"
-        )
-    if got == (q.shape if q.packed else packed_shape(q.shape, q.scheme.format)):
-        return f"{message}; codes of the other form belong in a Quantized with {other}"
-    return f"{message}; give the codes, the shape and the scheme of one quantize"
-
-
-def _not_quantized_message(q: Any) -> str:
-    """The message for anything but a Quantized in `dequantize`. (A CPU tensor of torch is a NumPy array here.)"""
-    message = "dequantize takes a Quantized, as quantize returns it"
-    if hasattr(q, "quantized"):
-        return f"{message}; a {type(q).__name__} has a dequantize() of its own"
-    if hasattr(q, "dtype") and hasattr(q, "shape"):
-        return f"{message}, got an array of dtype {q.dtype} and shape {tuple(q.shape)}; quantize it first, or decode codes"
-    return f"{message}, got {type(q).__name__}"
-
-
-def unpacked(q: Quantized) -> Quantized:
-    """q with one code per element; TypeError or ValueError where its codes are not what it says."""
-    codes = _checked_codes(q)[1]
-    return replace(q, codes=_unpack(codes, q.scheme.format, q.shape), packed=False) if q.packed else q
-
-
 @bridged
 def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> Array:
     """The tensor that q represents, as float32, bfloat16, float16 or float64 (in any spelling), shape q.shape.
@@ -240,7 +177,7 @@ def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> Array:
     """
     dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
     if not isinstance(q, Quantized):
-        raise TypeError(_not_quantized_message(q))
+        raise TypeError(not_quantized_message(q))
     scheme, blocks = q.scheme, check_quantized(q)
     codes = unpacked(q).codes
     ns = namespace_of(codes)

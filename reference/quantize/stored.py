@@ -15,14 +15,15 @@ rows here, blocks along K the columns, for 32 elements per e8m0 scale (MX) as fo
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from reference.arrays.bridges import array_container, bridged
 from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
 from reference.quantize.blocks import Blocks
-from reference.schemes.schemes import Scheme
+from reference.schemes.schemes import Scheme, record_of
 
 
 @array_container("scale", "outer", "zero")
@@ -40,7 +41,70 @@ class Scales:
     zero: Any = None
 
 
-@array_container("codes", "scale", "outer", "zero")
+@dataclass(frozen=True)
+class QuantizedStructure:
+    """What a `Quantized` is in JAX apart from its arrays, whatever axes stand before its own.
+
+    `jax.lax.scan` takes the first axis off every array, `jax.vmap` puts one on: the shape is that of the codes at each time.
+    axis: counted from the end. last: length of the last axis, which codes of less than a byte do not tell once packed; None
+    where they do. shape: of the instance that was taken apart, for one whose codes are no array (a sharding, say).
+    """
+
+    scheme: Any
+    axis: Any
+    last: int | None
+    packed: bool
+    tiled: bool
+    shape: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, q: Quantized) -> QuantizedStructure:
+        """That of q."""
+        shape, axis = q.shape, q.axis
+        last = shape[-1] if q.packed and shape and q.scheme.format.bits < 8 else None
+        if _is_index(axis) and axis >= 0:
+            axis -= len(shape) or 1
+        parts = {"scheme": q.scheme, "axis": axis, "last": last, "packed": q.packed, "tiled": q.tiled}
+        made = object.__new__(cls)  # JAX takes apart what each call is given: a third of the time of __init__
+        made.__dict__.update(parts, shape=shape)
+        return made
+
+    def filled(self, codes: Any, scale: Any, outer: Any, zero: Any) -> Quantized:
+        """A `Quantized` of these arrays. An axis that codes of fewer axes do not have stays as it is, for an error."""
+        lengths = getattr(codes, "shape", None)
+        shape = self.shape
+        if isinstance(lengths, tuple):
+            shape = tuple(lengths) if self.last is None else (*lengths[:-1], self.last)
+        axis = self.axis
+        if _is_index(axis) and axis + (len(shape) or 1) >= 0:
+            axis += len(shape) or 1
+        parts = {"codes": codes, "scale": scale, "outer": outer, "zero": zero, "shape": shape, "axis": axis}
+        return Quantized.from_fields(
+            {**parts, "scheme": self.scheme, "packed": self.packed, "tiled": self.tiled}
+        )
+
+    def text(self) -> str:
+        """As JSON, the scheme by its key."""
+        fields = {**self.__dict__, "scheme": self.scheme.key, "shape": [_length(n) for n in self.shape]}
+        return json.dumps(fields)
+
+    @classmethod
+    def read(cls, text: str) -> QuantizedStructure:
+        """The inverse of `text`; formats of a scheme of one's own are registered."""
+        fields = json.loads(text)
+        return cls(**{**fields, "scheme": record_of(fields["scheme"]), "shape": tuple(fields["shape"])})
+
+
+def _is_index(axis: Any) -> bool:
+    return hasattr(axis, "__index__") and not isinstance(axis, bool)
+
+
+def _length(n: Any) -> Any:
+    """A length, or the text of a symbolic one."""
+    return int(n) if hasattr(n, "__index__") else str(n)
+
+
+@array_container("codes", "scale", "outer", "zero", structure=QuantizedStructure)
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A quantized tensor: codes of its elements, scales, zero points and the scheme.

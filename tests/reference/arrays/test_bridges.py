@@ -6,6 +6,7 @@ A mesh has explicit axes, the default of `jax.make_mesh`, also one of one device
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +49,86 @@ def test_through_the_boundary_of_jit(name):
 
 def test_vmap_over_a_quantized():
     x = jnp.asarray(fill("normals", (3, 4, 64)))
-    stacked = jax.vmap(lambda row: quantize(row, "mxfp4"))(x)
-    assert stacked.codes.shape == (3, 4, 64)
-    assert stacked.shape == (4, 64)
-    assert_same_bits(jax.vmap(dequantize)(stacked), dequantize(quantize(x, "mxfp4")))
+    stacked = jax.jit(jax.vmap(lambda row: quantize(row, "mxfp4")))(x)
+    assert stacked.codes.shape == stacked.shape == (3, 4, 64)
+    assert repr(stacked) == repr(quantize(x, "mxfp4"))
+    assert_same_bits(jax.jit(jax.vmap(dequantize))(stacked), dequantize(quantize(x, "mxfp4")))
+    assert_same_bits(dequantize(stacked), dequantize(quantize(x, "mxfp4")))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("int4_g32_asymmetric", {"packed": True}),
+        pytest.param("mxfp4", {"axis": 1}, marks=pytest.mark.nightly),
+        pytest.param("int3_g32", {"packed": True}, marks=pytest.mark.nightly),
+    ],
+)
+def test_layers_of_a_stack_are_quantized_tensors(name, settings):
+    """Of a whole stack: by scan, by vmap, by number, and back."""
+    q = quantize(fill("normals", (3, 32, 96)), name, **settings)
+    values = dequantize(q)
+    scan = jax.jit(lambda q: jax.lax.scan(lambda carry, one: (carry, dequantize(one)), 0, q)[1])
+    assert_same_bits(scan(q), values)
+    assert_same_bits(jax.jit(jax.vmap(dequantize))(q), values)
+    layer = jax.tree.map(lambda leaf: leaf[1], q)
+    assert (layer.shape, layer.axis) == (values[1].shape, q.axis - 1)
+    assert_same_bits(dequantize(layer), values[1])
+    again = jax.tree.map(lambda *leaves: np.stack(leaves), *[layer] * 3)
+    assert jax.tree.structure(again) == jax.tree.structure(q) == jax.tree.structure(layer)
+    assert again.shape == q.shape
+
+
+def test_leaves_that_are_no_arrays():
+    """Trees of axes, shardings and placeholders have the shape of what they are made of."""
+    q = quantize(np.ones((3, 32, 64), np.float32), "mxfp4", axis=1)
+    leaves, structure = jax.tree.flatten(q)
+    empty = jax.tree.unflatten(structure, [object()] * len(leaves))
+    assert (empty.shape, empty.axis) == (q.shape, 1)
+    assert jax.tree.structure(empty) == structure
+    axes = jax.tree.map(lambda leaf: 2, q)
+    assert jax.vmap(lambda one: one.codes, in_axes=(axes,), out_axes=2)(q).shape == q.shape
+    # An axis that was taken off is no other one.
+    with pytest.raises(ValueError, match=r"axis -2 is outside a tensor of shape \(64,\)"):
+        dequantize(jax.tree.map(lambda leaf: leaf[0, 0], q))
+
+
+def test_layers_that_flax_scans_have_quantized_weights():
+    """Each is dequantized where it runs, and gradients of the inputs are those of the dequantized model."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + x @ self.param("w", nn.initializers.normal(), (64, 64)), None
+
+    def values(params):
+        return jax.tree.map(dequantize, params, is_leaf=lambda leaf: isinstance(leaf, reference.Quantized))
+
+    scanned = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+    layers = nn.scan(nn.map_variables(Layer, "params", trans_in_fn=values), **scanned)()
+    weights = {"params": {"w": quantize(fill("normals", (3, 64, 64)), "mxfp4", axis=-2)}}
+
+    def loss(x, model, params):
+        return model.apply(params, x, None)[0].sum()
+
+    made, wanted = (
+        jax.jit(jax.value_and_grad(lambda x, model=model, params=params: loss(x, model, params)))(X)
+        for model, params in ((layers, weights), (nn.scan(Layer, **scanned)(), values(weights)))
+    )
+    assert_same_bits(made[0], np.asarray(wanted[0]))
+    assert_same_bits(made[1], np.asarray(wanted[1]))
+
+
+def test_exported_programs_are_written_and_read():
+    """With quantized arguments and results, of a record that no other process has."""
+    mine = replace(SCHEMES["int4_g32"], name="of this test")
+    q = quantize(jnp.asarray(X), mine, packed=True)
+    exported = jax.export.export(jax.jit(lambda q: (dequantize(q), q, q.scales)))(q)
+    values, same, scales = jax.export.deserialize(exported.serialize()).call(q)
+    assert_same_bits(values, dequantize(q))
+    assert_same_quantized(same, q)
+    assert_same_bits(scales.scale, q.scale)
 
 
 def test_tree_map_and_scan():

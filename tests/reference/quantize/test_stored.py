@@ -282,7 +282,7 @@ def test_operands_of_matmul(name):
 def test_vmap_of_packed():
     stacked = jax.jit(jax.vmap(lambda x: quantize(x, "mxfp4", packed=True)))(jnp.asarray(PACKED_X))
     assert stacked.codes.shape == (2, 32, 48)
-    assert stacked.shape == (32, 96)
+    assert stacked.shape == PACKED_X.shape == (2, 32, 96)
     assert_same_bits(jax.jit(jax.vmap(dequantize))(stacked), dequantize(quantize(PACKED_X, "mxfp4")))
 
 
