@@ -4,7 +4,7 @@
 as transformers compiles by default, with attention "sdpa" where it is transformers'. Each method has a model, all of the same
 weights; after calls that compile they answer in turn. A token's time is the median of an answer's steps behind its first ones,
 by the host's clock, since transformers waits for every token. **Over a long context** (`LONG`) it is given a cache that is
-filled already. **A step** (`STEP`): the model's own forward over a long context, on a GPU replayed from a CUDA graph, all
+filled already, and methods with `PREPARED` behind their name are compiled as `prepare_for_generate_` has it. **A step** (`STEP`): the model's own forward over a long context, on a GPU replayed from a CUDA graph, all
 methods in turn; those with `COMPILED` behind their name are a step of `ao_lab.GreedyDecoding`, which torch compiles and which
 reads no mask. Filled caches hold random tokens, since no time depends on them. Weights are random, at the shapes of
 Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model, which nobody compiles.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.compile.joined_linears import join_weights_
 from ao_lab.greedy_decoding import GreedyDecoding
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
@@ -41,6 +42,8 @@ OWN = "transformers' cache"
 INT4 = "int4 weights, "
 #: Behind the name of a method whose step is that of `GreedyDecoding`.
 COMPILED = ", compiled"
+#: The same of one whose `generate()` `prepare_for_generate_` has prepared.
+PREPARED = ", prepared"
 #: Room behind the context: steps before and in what is timed, of all methods that share a cache.
 SPARE = 128
 #: Answers of each method, in turn, after two that compile.
@@ -121,8 +124,15 @@ STEPS = (
     "int4_tokens",
     *(INT4 + name for name in ("bfloat16", "int4", "int4_tokens")),
 )
-#: The same of `generate()` over a filled cache, transformers' own cache last: it takes the longest.
-ANSWERS_OF = ("bfloat16", "fp8", *(INT4 + name for name in ("int4", "int4_tokens")), OWN)
+#: The same of `generate()` over a filled cache, prepared or as transformers compiles by default, whose own cache is last: it
+#: takes the longest.
+ANSWERS_OF = (
+    *(name + PREPARED for name in ("bfloat16", INT4 + "int4", "fp8")),
+    "bfloat16",
+    "fp8",
+    *(INT4 + name for name in ("int4", "int4_tokens")),
+    OWN,
+)
 PLANS = {"cuda": Plan(rounds=10, warmup=1, span=1e-9), "cpu": Plan(rounds=2, warmup=1, span=1e-9)}
 
 
@@ -189,15 +199,16 @@ Make = Callable[[str], Arm]
 
 def recipe_of_method(name: str) -> str | None:
     """What a method stores its cache by; None for transformers' own."""
-    return None if name == OWN else name.removeprefix(INT4).removesuffix(COMPILED)
+    return None if name == OWN else name.removeprefix(INT4).removesuffix(COMPILED).removesuffix(PREPARED)
 
 
 def methods_of(part: str, recipes: Sequence[str], compiled: bool = True) -> list[str]:
     """The methods of GENERATE, LONG or STEP that have one of these recipes, and transformers' own cache. compiled: those that
-    are a step of `GreedyDecoding` too."""
+    are compiled otherwise than by default, too."""
     if part == GENERATE:
         return [OWN, *recipes]
-    names = ANSWERS_OF if part == LONG else [n for n in STEPS if compiled or not n.endswith(COMPILED)]
+    every = ANSWERS_OF if part == LONG else STEPS
+    names = [one for one in every if compiled or not one.endswith((COMPILED, PREPARED))]
     return [name for name in names if name == OWN or recipe_of_method(name) in recipes]
 
 
@@ -226,10 +237,14 @@ def answered(case: Case, device: str, names: Sequence[str], deadline: Deadline) 
         own = sharing(_model_of(case, device, name, models))
         cache = _cache_of(own, case, name)
 
+        if name.endswith(PREPARED):
+            prepare_for_generate_(own, frozen=True)
+
         def options() -> Mapping[str, Any]:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(case.context)
-            return {"past_key_values": cache}
+            # One cache is given, none is to be made.
+            return {"past_key_values": cache, "cache_implementation": None}
 
         return Arm(own, options)
 
@@ -430,6 +445,7 @@ __all__ = [
     "INT4",
     "LONG",
     "OWN",
+    "PREPARED",
     "STEP",
     "STEPPED",
     "STEPS",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.kv_cache.decode_attention import PEERS, Size
-from experiments.kv_cache.generation import COMPILED, FIRST, GENERATE, OWN, STEP
+from experiments.kv_cache.generation import COMPILED, FIRST, GENERATE, OWN, PREPARED, STEP
 from experiments.kv_cache.speed import BASE, COPY, SPEED, TIME
 from experiments.report.content import Drawing, Section, Table, member
 from experiments.report.plots import NARROW, curves
@@ -30,7 +30,8 @@ EVEN_TEXT = (
 )
 GENERATE_TEXT = (
     "transformers' compiled generate() on random weights, all methods in turn, milliseconds a token: the median step of an "
-    "answer behind its first ones, the median of answers. The first call compiles. Where the cache was filled before, no "
+    "answer behind its first ones, the median of answers. The first call compiles, as transformers does by default, or as "
+    "prepare_for_generate_ has it; what is prepared is compared with bfloat16 that is. Where the cache was filled before, no "
     "prompt is read.",
 )
 STEP_TEXT = (
@@ -194,8 +195,8 @@ def ratio(results: Results, setting: str, method: str, base: str) -> float | Non
 
 
 def base_of(method: str) -> str:
-    """What a method of a model is compared with: bfloat16, compiled where the method is."""
-    return BASE + COMPILED * method.endswith(COMPILED)
+    """What a method of a model is compared with: bfloat16, compiled or prepared where the method is."""
+    return BASE + next((form for form in (COMPILED, PREPARED) if method.endswith(form)), "")
 
 
 def model_section(where: Where, results: Results, kind: str) -> Section:

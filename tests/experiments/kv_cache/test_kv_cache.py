@@ -313,6 +313,8 @@ def test_compiled_steps_are_compared_with_each_other():
         "fp8, compiled",
     ]
     assert generation.methods_of(generation.STEP, ["fp8"], compiled=False) == [generation.OWN, "fp8"]
+    assert generation.methods_of(generation.LONG, ["fp8"]) == ["fp8, prepared", "fp8", generation.OWN]
+    assert speed_page.base_of("int4 weights, int4, prepared") == "bfloat16, prepared"
     assert generation.recipe_of_method("int4 weights, int4_tokens, compiled") == "int4_tokens"
     case = generation.STEPPED["cuda"].setting
     times = {"bfloat16": 11.0, "fp8": 9.0, "bfloat16, compiled": 8.0, "fp8, compiled": 6.0}
