@@ -4,8 +4,9 @@
 as transformers compiles by default, with attention "sdpa" where it is transformers'. Each method has a model, all of the same
 weights; after calls that compile they answer in turn. A token's time is the median of an answer's steps behind its first ones,
 by the host's clock, since transformers waits for every token. **Over a long context** (`LONG`) it is given a cache that is
-filled already, and methods with `PREPARED` behind their name are compiled as `prepare_for_generate_` has it. **A step** (`STEP`): the model's own forward over a long context, on a GPU replayed from a CUDA graph, all
-methods in turn; those with `COMPILED` behind their name are a step of `ao_lab.GreedyDecoding`, which torch compiles and which
+filled already; methods with `PREPARED` behind their name are compiled as `prepare_for_generate_` has it. **A step** (`STEP`):
+the model's own forward over a long context, on a GPU replayed from a CUDA graph, all methods in turn; those with `COMPILED`
+behind their name are a step of `ao_lab.GreedyDecoding`, which torch compiles and which
 reads no mask. Filled caches hold random tokens, since no time depends on them. Weights are random, at the shapes of
 Llama-3.1-8B, bfloat16 unless the method says int4. Stand-in: on a CPU a tiny model, which nobody compiles.
 """
