@@ -68,6 +68,7 @@ html_sidebars = {"index": [], "get_started": [], "choose": []}
 html_static_path = ["static"]
 html_search_scorer = str(HERE / "static" / "scorer.js")
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,

@@ -61,8 +61,33 @@ HEADER = {
 SEARCHED = {
     "faq": ("why is my model not faster", "model not faster", "slower than bfloat16", "why is it slow"),
     "choose": ("laptop", "which configuration"),
-    "guides/formats": ("custom format", "custom scheme", "own format", "own scheme", "new format"),
-    "glossary": ("perplexity", "bits per weight", "bits/param", "group size", "group_size", "per-token"),
+    "guides/formats": (
+        "custom format",
+        "custom scheme",
+        "own format",
+        "own scheme",
+        "new format",
+        "1-3-4 bits",
+    ),
+    "glossary": (
+        "perplexity",
+        "bits per weight",
+        "bits/param",
+        "group size",
+        "group_size",
+        "per-token",
+        "confidence interval",
+        "standard error",
+        "preshuffled",
+    ),
+    "numerics/rounding": (
+        "encode rounding",
+        "rounding modes",
+        "stochastic rounding",
+        "ties to even",
+        "saturate",
+    ),
+    "generated/results/kernels": ("roofline", "memory bandwidth", "speed of the kernels"),
     "guides/quantize": ("quantise", "quantise a model", "quantisation"),
     "guides/calibrate": ("calibration", "calibrate"),
     "guides/lora": ("LoRA", "QLoRA"),
@@ -76,6 +101,7 @@ SEARCHED = {
         "missed targets",
         "short run",
         "numbers of short runs",
+        "scoreboard",
         "published values",
         "published values that have a measured one",
     ),
@@ -107,7 +133,12 @@ SEARCHED = {
     "migration/torchao": ("migration torchao", "migrate from torchao"),
     "migration/llm_compressor": ("migration llm-compressor",),
     "migration/bitsandbytes": ("migration bitsandbytes",),
-    "migration/transformer_engine": ("migration transformer engine",),
+    "migration/transformer_engine": (
+        "migration transformer engine",
+        "TransformerEngine",
+        "te.Linear",
+        "te.fp8_autocast",
+    ),
 }
 
 

@@ -33,6 +33,7 @@ from experiments.report.content import (
     member,
     readable,
 )
+from experiments.report.launched import FORMER
 from experiments.report.plots import narrow_ratio_map, ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed, verdict_of
@@ -432,9 +433,13 @@ def methods_of(results: Results) -> list[str]:
 
 
 def kernel(results: Results, setting: str, method: str) -> str:
-    """What computed a method; both names where another kernel is chosen for it today."""
+    """What computed a method, by the names that functions have today; both where another kernel is chosen for it today."""
     row = next(iter(results.with_setting(setting).of_method(method).rows), None)
-    return "" if row is None else outdated(row) or row.kernel
+    if row is None:
+        return ""
+    kind, colon, functions = row.kernel.partition(": ")
+    names = (FORMER.get(name, name) for name in functions.split(" + "))
+    return outdated(row) or f"{kind}{colon}{' + '.join(names)}"
 
 
 def outputs_table(results: Results, methods: list[str]) -> Table:

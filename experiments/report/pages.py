@@ -22,6 +22,7 @@ import base64
 import gzip
 import importlib.resources
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ from experiments.report import families, own_models, peers, questions
 from experiments.report.accuracies import is_given, of_given_models
 from experiments.report.content import (
     FEWEST_TOKENS,
+    PEERS,
     Card,
     Comparison,
     Drawing,
@@ -169,6 +171,15 @@ class Page:
             line[0] for section in self.sections for table in section.tables for line in table.lines if line
         }
         return [name for name in methods if name in first]
+
+    @property
+    def example(self) -> str:
+        """What may be typed into its filter: a method, and behind it the title of a table where that counts tokens."""
+        titles = [table.caption for section in self.sections for table in section.tables]
+        counted_tokens = [title for title in titles if re.fullmatch(r"\d+ tokens", title)]
+        ours = [name for name in self.names if not PEERS.search(name)][:1]
+        words = [name.partition(" ")[0] if counted_tokens else name for name in ours]
+        return " ".join([*words, *(["16 tokens"] if "16 tokens" in titles else counted_tokens[:1])])
 
     @property
     def menu(self) -> list[tuple[str, str]]:

@@ -120,6 +120,12 @@ ASKED = {
     "LoRA": "guides/lora.html",
     "save_pretrained": "generated/api/checkpoints.html",
     "explain": "generated/api/quantize.html",
+    "TransformerEngine": "migration/transformer_engine.html",
+    "te.Linear": "migration/transformer_engine.html",
+    "scoreboard": "generated/results/index.html",
+    "confidence interval": "glossary.html",
+    "encode rounding": "numerics/rounding.html",
+    "1-3-4": "guides/formats.html",
 }
 ANSWERS = "#search-results ul.search > li a"
 #: An index as Sphinx writes it: two pages, a function, a class with a method, and what people search for by page.

@@ -93,12 +93,15 @@
     for (const row of all("tbody tr", table)) { row.hidden = !holds(row, table); count += !row.hidden; }
     return count;
   };
+  // So few lines of a table need neither pages nor a search of their own.
+  const FEW = 15;
   // How many lines of a table the filter leaves, beside how many it has.
   const tell = (details, count) => {
     const told = details.querySelector(":scope > summary > small");
     if (!told) return;
     told.dataset.all ??= told.textContent;
     told.textContent = count ? `${count} of ${told.dataset.all}` : told.dataset.all;
+    details.classList.toggle("few", count > 0 && count <= FEW);
   };
   // Tables with lines that were asked for are opened, of many the first; those that only the filter opened are closed again.
   const MOST_SHOWN = 60, opened = new Set();

@@ -215,7 +215,8 @@ def filtered_page(tmp_path):
     lines = [["int4", "16.5"], ["int8", "4.0"]]
     tables = [Table(f"{count} tokens", ["layer", "us"], lines) for count in (2, 16)]
     sections = [Section(title, (), (), tables) for title in ("Weights", "Experts")]
-    page = Page("linear", "Linear", (), (), None, sections, (), "linear.csv.gz", [], "", ())
+    rows = [SimpleNamespace(method=name, device="cpu", table="t/full/x") for name in ("bfloat16", "int4")]
+    page = Page("linear", "Linear", (), (), None, sections, (), "linear.csv.gz", rows, "", ())
     path = tmp_path / "linear.html"
     path.write_text(render("page.html.j2", page=page))
     return path
@@ -223,6 +224,7 @@ def filtered_page(tmp_path):
 
 def test_words_of_a_line_its_table_and_its_heading_are_searched(show, filtered_page):
     page = show(filtered_page)
+    assert page.get_attribute("input[name=text]", "placeholder") == "int4 16 tokens"
     for words, told, sections in (
         ("int4 16", "2 lines in 2 tables", 2),
         ("int4 16 weights", "1 line in 1 table", 1),
