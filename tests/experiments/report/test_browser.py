@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.harness.rows import ROOT
+from experiments.harness.rows import ROOT, Row
 from experiments.report.content import Section, Table
 from experiments.report.pages import ASSETS, TEMPLATES, Page, render
 from experiments.report.scoreboard import scoreboard
@@ -215,7 +215,14 @@ def filtered_page(tmp_path):
     lines = [["int4", "16.5"], ["int8", "4.0"]]
     tables = [Table(f"{count} tokens", ["layer", "us"], lines) for count in (2, 16)]
     sections = [Section(title, (), (), tables) for title in ("Weights", "Experts")]
-    rows = [SimpleNamespace(method=name, device="cpu", table="t/full/x") for name in ("bfloat16", "int4")]
+    place = {
+        "experiment": "linear",
+        "table": "weights/full/1x1",
+        "setting": "1 row",
+        "device": "cpu",
+        "seed": 0,
+    }
+    rows = [Row(**place, method=name, metric="time", value=1.0, unit="us") for name in ("bfloat16", "int4")]
     page = Page("linear", "Linear", (), (), None, sections, (), "linear.csv.gz", rows, "", ())
     path = tmp_path / "linear.html"
     path.write_text(render("page.html.j2", page=page))
