@@ -114,6 +114,7 @@ def install(level: str, torch: str, torch_index: str) -> None:
     run([str(BIN / "python"), str(ROOT / ".ci" / "torch_build.py"), torch, "--index", torch_index])
     say("ao_lab and its requirements")
     run([*pip, "--no-build-isolation", "--editable", f"{ROOT}{EXTRAS[level]}"])
+    compile_modules(BIN / "python")
 
 
 def make_environment(venv: Path = VENV) -> None:
@@ -126,9 +127,16 @@ def make_environment(venv: Path = VENV) -> None:
         run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "pip"])
 
 
+def compile_modules(python: Path) -> None:
+    """Compile what pip installed, on all cores: pip takes one. Files that are no Python, as templates, stay as they are."""
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    folder = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
+    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", folder], check=False)
+
+
 def run(command: list[str]) -> None:
-    """Run a command, its output on ours; raise where it fails."""
-    subprocess.run(command, check=True, cwd=ROOT)
+    """Run a command, its output on ours; raise where it fails. Where it is pip, modules are left to `compile_modules`."""
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PIP_COMPILE": "0"})
 
 
 def say(text: str) -> None:

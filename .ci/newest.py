@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 
-from install import BIN, ROOT, make_environment, run, say
+from install import BIN, ROOT, compile_modules, make_environment, run, say
 from torch_build import CONSTRAINTS, has_nvidia_gpu, pinned_version
 
 VENV = ROOT / ".venv-newest"
@@ -91,6 +91,7 @@ def install(torch: str, torch_index: str) -> None:
     run([str(PYTHON), str(ROOT / ".ci" / "torch_build.py"), torch, "--newest", "--index", torch_index])
     say("ao_lab, with the newest libraries that go with it")
     run([*pip, "--editable", f"{ROOT}[experiments,models,test,jax,ao,hf]", *triton_of(torch_version())])
+    compile_modules(PYTHON)
 
 
 def torch_version() -> str:

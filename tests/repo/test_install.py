@@ -108,7 +108,24 @@ def prepare(install, monkeypatch):
     steps = []
     monkeypatch.setattr(install, "make_environment", lambda: steps.append("venv"))
     monkeypatch.setattr(install, "run", lambda command: steps.append(command[-1]))
+    monkeypatch.setattr(install, "compile_modules", lambda python: steps.append("modules"))
     return steps
+
+
+def test_modules_are_compiled_once_all_are_installed(install, monkeypatch, tmp_path):
+    """By the interpreter of the environment; pip leaves them alone, and a template that is no Python stops nothing."""
+    steps = prepare(install, monkeypatch)
+    assert install.main(["run", "--torch", "cpu"]) == 0
+    assert steps[-1] == "modules"
+    monkeypatch.undo()
+    install.run([sys.executable, "-c", "import os; assert os.environ['PIP_COMPILE'] == '0'"])
+    where = tmp_path / "environment"
+    install.run([sys.executable, "-m", "venv", "--without-pip", str(where)])
+    (modules,) = where.glob("lib/*/site-packages")
+    (modules / "template.py").write_text("{{ name }} = ")
+    (modules / "module.py").touch()
+    install.compile_modules(where / "bin" / "python")
+    assert [path.name.split(".")[0] for path in modules.glob("__pycache__/*.pyc")] == ["module"]
 
 
 def test_second_call_does_nothing_and_levels_nest(install, monkeypatch):
