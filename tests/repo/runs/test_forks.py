@@ -4,6 +4,7 @@ The records that stand for all others: nothing that decides which code runs is m
 """
 
 import signal
+import socket
 from collections.abc import Collection
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.record_samples import (
     sampled,
     values_of,
 )
-from tests.support.runs import forks
+from tests.support.runs import fork_server, forks
 
 
 def test_a_program_prints_and_ends():
@@ -63,6 +64,27 @@ def test_files_modules_and_variables(tmp_path):
 
 def test_a_program_that_hangs_is_ended():
     assert forks.python("-c", "import time; time.sleep(60)", timeout=1).returncode == -signal.SIGALRM
+
+
+def test_workers_share_what_has_imported_the_library(monkeypatch):
+    forks.connected("ao_lab")
+    monkeypatch.setattr(forks, "start", lambda *_: pytest.fail("started again"))
+    with forks.connected.__wrapped__("ao_lab"):
+        pass
+
+
+def test_it_ends_with_the_last_connection(tmp_path, monkeypatch):
+    left = iter([True, False])
+    monkeypatch.setattr(fork_server, "PATIENCE", 0.01)
+    monkeypatch.setattr(fork_server, "is_serving", lambda: next(left))
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        found = fork_server.connections(listener)
+        client.connect(str(tmp_path / "socket"))
+        next(found).close()
+        assert next(found, None) is None
+    assert next(left, None) is None
 
 
 def scales_in(names: Collection[str]) -> list[Scale]:

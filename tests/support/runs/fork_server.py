@@ -1,12 +1,13 @@
 """Runs Python programs in forks of one process that has imported a library, which takes longer than most of them.
 
-    python -m tests.support.runs.fork_server ao_lab
-    python -m tests.support.runs.fork_server transformers
-    TRITON_INTERPRET=1 python -m tests.support.runs.fork_server interpreter
+    python -m tests.support.runs.fork_server ao_lab SOCKET
+    python -m tests.support.runs.fork_server transformers SOCKET
+    TRITON_INTERPRET=1 python -m tests.support.runs.fork_server interpreter SOCKET
 
-Reads one JSON object a line: files for what is printed and what goes wrong, the folder, variables of the environment, seconds
-and the arguments of `python`; writes the program's exit status. A fork starts from imports and nothing else: no program sees
-what another has changed. `tests.support.runs.forks` asks; programs whose imports are the subject start an interpreter instead.
+Listens at a socket, in the background, and ends with the last connection. A connection reads one JSON object a line: files for
+what is printed and what goes wrong, the folder, variables of the environment, seconds and the arguments of `python`; writes the
+program's exit status. A fork starts from imports and nothing else: no program sees what another has changed.
+`tests.support.runs.forks` asks; programs whose imports are the subject start an interpreter instead.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 #: What programs import, by the name of a server; nothing of it computes, and no thread is started. Of transformers' programs
@@ -49,6 +52,8 @@ MODULES = {
     ],
 }
 LAZY = ("ao_lab",)
+#: Seconds without a connection, or between two looks at whether one is left.
+PATIENCE = 1.0
 #: Allocations between two looks at the youngest objects, of which a kernel's operations in the interpreter make many.
 ALLOCATIONS = 20_000
 
@@ -115,18 +120,69 @@ def prepare_numba() -> None:
         target.target_context.refresh()
 
 
-def main() -> None:
+def serve(connection: socket.socket) -> None:
     """Run what is asked for until nobody asks any more."""
-    import_all(MODULES[sys.argv[1]])
+    with connection.makefile("rw") as lines:
+        for line in lines:
+            process = os.fork()
+            if not process:
+                run(**json.loads(line))
+            print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), file=lines, flush=True)
+
+
+def connections(listener: socket.socket) -> Iterator[socket.socket]:
+    """Those that come, until the last of the processes that serve them has ended; nobody may come later than `PATIENCE`."""
+    listener.settimeout(PATIENCE)
+    came = False
+    while True:
+        try:
+            yield listener.accept()[0]
+            came = True
+        except TimeoutError:
+            if not came or not is_serving():
+                return
+
+
+def is_serving() -> bool:
+    """Whether a process of this one is left; those that ended are let go of."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def in_background() -> bool:
+    """Whether this is the process that goes on, of which nobody waits for the end and nobody reads what it prints."""
+    if os.fork():
+        return False
+    os.setsid()
+    for stream in range(2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    return True
+
+
+def main(server: str, address: str) -> None:
+    """Listen, so that whoever asks may wait, and import what programs need."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    if not in_background():
+        return
+    import_all(MODULES[server])
     prepare_numba()
     gc.freeze()  # what was imported lives as long as the process
     gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
-    for line in sys.stdin:
-        process = os.fork()
-        if not process:
-            run(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    for connection in connections(listener):
+        with connection:
+            if not os.fork():
+                listener.close()
+                serve(connection)
+                os._exit(0)
+    for name in (address, f"{address}.lock"):
+        os.unlink(name)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
