@@ -2,7 +2,7 @@
 # PYTHON=python3.12   the Python to use (3.11 or newer)
 # TORCH=auto          cpu, cuda, or auto: cuda where nvidia-smi lists a GPU, else cpu
 # TORCH_INDEX=        an index, or a folder of wheels, to take torch from
-# PART=               one of N parts of the tests of make nightly, for instance make nightly PART=3/10
+# PART=               one of N parts of the tests of make nightly, for instance make nightly PART=3/14
 # ARGS=               further arguments for the command, for instance make test ARGS="-k encode"
 
 PYTHON ?= python3

@@ -4,7 +4,7 @@ A run of all tests by day (`make test`) ends with the core-seconds of each folde
 and the time by the clock; xdist's controller adds up what its workers report. No test fails by time. `--time-limit SECONDS`,
 for `.ci/run`, fails a run that took longer: on a slower machine, which the time of a fixed loop tells, more in proportion.
 
-`--part K/N`: the K-th of N parts of the selected tests, for suites that are run a part a day (`make nightly PART=3/10`).
+`--part K/N`: the K-th of N parts of the selected tests, for suites that are run a part a day (`make nightly PART=3/14`).
 
 A test's part is a hash of its node id, so it stays where it is when others come and go.
 """
