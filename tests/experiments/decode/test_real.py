@@ -36,12 +36,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(folder, tmp_path_factory):
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def rows(folder, place):
     """A configuration of ours, a scheme that no configuration serves, and one that leaves layers dense."""
     with pytest.MonkeyPatch.context() as patch:
-        code, found = reproduce(
-            folder, tmp_path_factory.mktemp("run"), "int8wo", "int3_g32", "int4_g128", patch=patch
-        )
+        code, found = reproduce(folder, place, "int8wo", "int3_g32", "int4_g128", patch=patch)
     assert code == 0
     return found
 
@@ -102,11 +105,10 @@ def test_the_page_has_a_table_of_each_batch(rows):
     )
 
 
-def test_the_same_call_measures_nothing_again(folder, tmp_path, monkeypatch, capsys):
-    assert reproduce(folder, tmp_path, "int8wo", patch=monkeypatch)[0] == 0
+@pytest.mark.usefixtures("rows")
+def test_what_was_measured_is_not_measured_again(folder, place, monkeypatch, capsys):
     monkeypatch.setattr(real, "measure", lambda *_: pytest.fail("measured again"))
-    capsys.readouterr()
-    assert reproduce(folder, tmp_path, "int8wo", patch=monkeypatch)[0] == 0
+    assert reproduce(folder, place, "int8wo", patch=monkeypatch)[0] == 0
     assert "0 of them measured now" in json.loads(capsys.readouterr().out)["written"][0]["what"]
 
 

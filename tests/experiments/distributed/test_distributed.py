@@ -15,9 +15,14 @@ from experiments.runs.run import settings_for
 from tests.support.distributed import planted_cases
 from tests.support.runs import forks
 
-DAY = [case.name for case in run.CASES if case.day]
-#: By night the others, those of FSDP2 and of tensor parallelism too, which tests of the library run on ranks by day.
-NIGHT = [case.name for case in run.CASES if not case.day]
+#: Of each kind of case but those whose ranks tests of the library compare by day: of optimizers, calibration, FSDP2 and tensor
+#: parallelism.
+DAY = [
+    case.name
+    for case in run.CASES
+    if case.day and case.name.split(",")[0] not in ("optimizers", "calibration")
+]
+NIGHT = [case.name for case in run.CASES if case.name not in DAY]
 
 
 def said(out, *arguments, torchrun=False):

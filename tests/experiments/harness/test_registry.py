@@ -23,6 +23,7 @@ from experiments.runs.run import settings_for, text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 from tests.support.record_samples import FIELDS, NAMES
+from tests.support.runs import forks
 
 # The commit of a clone, what has changed since another, and what is said where nothing is known.
 
@@ -364,9 +365,7 @@ def test_importing_the_package_is_quick_and_the_command_answers():
     code = "import sys, experiments; print(sorted(m for m in ('torch', 'jax', 'matplotlib') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments", "formt"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = forks.python("-m", "experiments", "formt")
     assert done.returncode == 2
     assert "the nearest are formats" in done.stderr
     assert done.stdout == ""

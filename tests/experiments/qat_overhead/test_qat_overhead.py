@@ -36,6 +36,7 @@ from experiments.qat_overhead.step import (
     OURS,
     PLAIN,
     RECIPES,
+    TORCHAO,
     VARIANTS,
     DecoderLayers,
     ModelWithLoss,
@@ -213,10 +214,12 @@ def trainer(whole=False, shape=TINY_TWO_LAYERS):
 
 
 def one_of_each_kind(group):
-    """The group with the first variant of each library, of adapters, and of each way of products."""
+    """The group with the first variant of each library, of adapters, and of each way of products; the former two where layers
+    are run one by one, as what is compiled or has a head keeps and rounds the same of them."""
     kinds = {}
     for one in group.variants:
-        kinds.setdefault((one.library, one.lora, one.products), one)
+        if group is TINY_GROUPS[0] or not (one.lora or one.library == TORCHAO):
+            kinds.setdefault((one.library, one.lora, one.products), one)
     return replace(group, variants=tuple(kinds.values()))
 
 

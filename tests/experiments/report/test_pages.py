@@ -83,31 +83,42 @@ def rows(tmp_path_factory):
     return {"formats": formats.run(made), "ptq": ptq.run(made)}
 
 
-@pytest.fixture
-def places(rows, tmp_path):
-    made = Paths(tmp_path / "no cache is needed", tmp_path / "reports")
+def published(rows, folder):
+    made = Paths(folder / "no cache is needed", folder / "reports")
     for name, measured in rows.items():
         publish(made.rows(name), measured)
     return made
 
 
-def test_pages_need_no_network_and_no_file_that_is_not_there(places):
+@pytest.fixture
+def places(rows, tmp_path):
+    return published(rows, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written(rows, tmp_path_factory):
+    """Pages of all rows."""
+    made = published(rows, tmp_path_factory.mktemp("written"))
+    pages.write_pages(made)
+    return made
+
+
+def test_pages_need_no_network_and_no_file_that_is_not_there(written):
     """The first page holds no table of an experiment: that has a page of its own."""
-    pages.write_pages(places)
-    found = {name: (places.reports / f"{name}.html").read_text() for name in ("index", "formats", "ptq")}
+    found = {name: (written.reports / f"{name}.html").read_text() for name in ("index", "formats", "ptq")}
     for html in found.values():
         assert "https://" not in html
         linked = re.findall(r"""(?:src|href)=["']([^"'#]+)["']""", html)
         assert linked
-        assert [name for name in linked if not (places.reports / name).is_file()] == []
+        assert [name for name in linked if not (written.reports / name).is_file()] == []
     drawn = {name for html in found.values() for name in re.findall(r'src="(figures/[^"]+)"', html)}
-    assert len(drawn) == len(list(places.figures.glob("*.svg")))
+    assert len(drawn) == len(list(written.figures.glob("*.svg")))
     assert "proxy model" in found["ptq"]
     assert "Every scheme on" not in found["index"]
     assert "Every scheme on" in found["formats"]
-    assert not places.cache.exists()
+    assert not written.cache.exists()
     for name in ("README.md", "formats.md", "limits.md", "ptq.md"):
-        assert (places.reports / name).stat().st_size > 100
+        assert (written.reports / name).stat().st_size > 100
 
 
 def test_the_same_rows_give_the_same_files(places):
@@ -134,20 +145,16 @@ def test_nothing_measured_makes_an_empty_report(tmp_path):
     assert [what for what, _ in made] == [*["report"] * 6, *["answers"] * 2, *["report"] * 2]
 
 
-def test_bits_stand_beside_the_tensors_that_they_are_of(places):
-    places.rows("ptq").unlink()
-    pages.write_pages(places)
-    page = (places.reports / "formats.md").read_text()
+def test_bits_stand_beside_the_tensors_that_they_are_of(written):
+    page = (written.reports / "formats.md").read_text()
     for setting in ("normal", "outlier channels", "weights", "activations"):
         assert f"| {setting}: bits per element |" in page
     assert 'that of "normal"' in page
     assert 'that of "weights"' in page
 
 
-def test_the_page_says_what_tensor_wide_scales_see(places):
-    places.rows("formats").unlink()
-    pages.write_pages(places)
-    assert "found for each window apart" in (places.reports / "ptq.md").read_text()
+def test_the_page_says_what_tensor_wide_scales_see(written):
+    assert "found for each window apart" in (written.reports / "ptq.md").read_text()
 
 
 def test_results_are_grouped_by_run(rows):
@@ -187,14 +194,12 @@ def test_every_marker_has_its_name_under_the_pointer():
         plots.svg(wrong)
 
 
-def test_the_scripts_of_the_tables_lie_beside_the_pages(places):
-    places.rows("formats").unlink()
-    pages.write_pages(places)
-    text = (places.reports / "assets" / "datatables.js").read_text()
+def test_the_scripts_of_the_tables_lie_beside_the_pages(written):
+    text = (written.reports / "assets" / "datatables.js").read_text()
     packed = json.loads(text[text.index("{") : text.rindex("}") + 1])
     assert b"DataTable" in gzip.decompress(base64.b64decode(packed["js"]))
-    assert "assets/datatables.js" in (places.reports / "assets" / "report.js").read_text()
-    assert "assets/report.js" in (places.reports / "ptq.html").read_text()
+    assert "assets/datatables.js" in (written.reports / "assets" / "report.js").read_text()
+    assert "assets/report.js" in (written.reports / "ptq.html").read_text()
 
 
 def test_a_stand_in_fills_no_published_cell():

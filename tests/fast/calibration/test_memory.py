@@ -10,16 +10,16 @@ from fast.calibration.hessian import Ordered, quadratic, turn_
 from reference import choose_scales
 from tests.support.live_bytes import most_bytes
 
-SIZE = 256
+SIZE = 128
 MATRIX = SIZE * SIZE * 8
 
 
 @pytest.fixture
 def case(monkeypatch):
     """A matrix of few rows; strips as thin against its Hessian as at 14336 inputs."""
-    monkeypatch.setattr(module, "STRIP", 16)
+    monkeypatch.setattr(module, "STRIP", 8)
     x = torch.randn(2048, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    w = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(1))
+    w = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
     h, val = (part.T @ part / len(part) for part in x.split(1024))
     return w, h, val, choose_scales(w, "int4_g32")
 
