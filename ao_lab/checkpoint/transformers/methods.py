@@ -371,7 +371,11 @@ def warn_of_frozen(model: Any) -> None:
     """A UserWarning where `Trainer` is given a quantized model without adapters: it would train norms and tables alone."""
     adapters = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
     frozen = sum(map(holds_quantized, model.parameters()))
-    if not frozen or adapters or any(isinstance(module, QATModule) for module in model.modules()):
+    if (
+        not frozen
+        or adapters
+        or any(isinstance(module, (QATModule, LoRALinear)) for module in model.modules())
+    ):
         return
     train = dict.fromkeys((name for name, one in model.named_parameters() if one.requires_grad), "")
     names, matrices = folded_names(train), f"{frozen} weights"

@@ -27,7 +27,7 @@ from ao_lab import (
     sparsify_,
 )
 from ao_lab.checkpoint.configuration import REFUSAL
-from ao_lab.checkpoint.transformers.methods import bytes_of, joined
+from ao_lab.checkpoint.transformers.methods import bytes_of, joined, warn_of_frozen
 from ao_lab.transforms.report import names_in
 from tests.support.loops import logits, with_tables
 from tests.support.models.hf_models import dense_model, everything
@@ -269,6 +269,16 @@ def test_adapters_and_the_weights_beside_them(tmp_path):
     assert torch.equal(base.lm_head.weight.codes, model.lm_head.weight.codes)
     with pytest.raises(ValueError, match=r"lm_head\.lora_a.*which the model lacks"):
         ao_lab.load_pretrained(tmp_path)
+
+
+def test_adapters_are_what_trains():
+    """`Trainer` warns of a quantized model that nothing was added to, and of none with adapters."""
+    model, _ = dense_model("LlamaForCausalLM")
+    quantize_(model, TRAINING_INT8)
+    with pytest.warns(UserWarning, match="quantized and frozen, and there are no adapters"):
+        warn_of_frozen(model)
+    quantize_(model, QATConfig(TRAINING_INT8, lora=LoRA(rank=2)))
+    warn_of_frozen(model)
 
 
 def test_headers_that_are_none_have_no_names(tmp_path):
