@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.harness.measuring import Values
-from reference.optim.states import STATES, Floats
+from reference.optim.states import Floats, States, states_of
 from reference.optim.update import Key, begin, update
 
 KIND = "updates"
@@ -47,6 +47,9 @@ class Setting:
 
     ratio: int
     stops: bool
+    #: How many steps there are, and the first that counts.
+    steps: int = STEPS
+    first: int = FIRST
 
     @property
     def name(self) -> str:
@@ -58,8 +61,8 @@ class Setting:
         rng = np.random.default_rng(seed)
         size = np.full((BLOCKS, BLOCK), 1 / self.ratio, np.float32)
         size[:, 0] = 1
-        result = [(rng.standard_normal(size.shape) * size).astype(np.float32) for _ in range(STEPS)]
-        for g in result[STOP if self.stops else STEPS :]:
+        result = [(rng.standard_normal(size.shape) * size).astype(np.float32) for _ in range(self.steps)]
+        for g in result[STOP if self.stops else self.steps :]:
             g[:, 1:] = 0
         return result
 
@@ -67,9 +70,9 @@ class Setting:
 SETTINGS = tuple(Setting(ratio, stops) for stops in (False, True) for ratio in RATIOS)
 
 
-def stored_states(name: str, seed: int) -> Stepper:
-    """Updates of the reference with states of a name."""
-    states = STATES[name]
+def stored_states(name: str | States, seed: int) -> Stepper:
+    """Updates of the reference with states of a name, or of a record."""
+    states = states_of(name)
     held = begin(np.zeros((BLOCKS, BLOCK), np.float32), states)
 
     def step(number: int, g: Floats) -> Floats:
@@ -128,12 +131,17 @@ def missing(method: str) -> str | None:
 
 def measure(setting: Setting, method: str, seed: int) -> Values:
     """The three numbers of a method."""
-    mine, exact = stepper(method, seed), stored_states("float32", seed)
+    return compared(setting, stepper(method, seed), seed)
+
+
+def compared(setting: Setting, mine: Stepper, seed: int) -> Values:
+    """The three numbers of a method's updates of the same gradients."""
+    exact = stored_states("float32", seed)
     largest = [0.0, 0.0]
     sums = np.zeros(3)
     for number, g in enumerate(setting.gradients(seed), 1):
         taken, wanted = mine(number, g).astype(np.float64), exact(number, g).astype(np.float64)
-        if number >= FIRST:
+        if number >= setting.first:
             largest = [
                 max(before, float(np.abs(x).max()))
                 for before, x in zip(largest, (taken, wanted), strict=True)

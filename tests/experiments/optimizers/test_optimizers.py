@@ -5,9 +5,24 @@ from dataclasses import replace
 import pytest
 
 from experiments.harness.rows import Row
-from experiments.optimizers import page, speed, training, updates
+from experiments.optimizers import candidates, page, speed, training, updates
 from experiments.optimizers.training import BASE, GAP, HELD_OUT, INTERVAL
 from experiments.optimizers.updates import LARGEST, PROJECTION, RMS, Setting
+
+
+@pytest.mark.nightly
+def test_candidates_show_what_a_moments_format_adds():
+    """A fourth mantissa bit of the root halves its share of the difference; it changes nothing of the first moment's."""
+    made = candidates.candidates()
+    rms = {
+        name: candidates.numbers(states, 10, 60)[0] for name, states in made.items() if "m e3m4" not in name
+    }
+    assert rms["m float32, root of v unsigned e4m4"] < 0.65 * rms["m float32, root of v e4m3"]
+    both = rms["m float32, root of v e4m3"] ** 2 + rms["m e4m3, v float32"] ** 2
+    assert rms["m e4m3, root of v e4m3 (default)"] == pytest.approx(both**0.5, rel=0.2)
+    assert rms["m e4m3, root of v e4m3 (default)"] == pytest.approx(
+        updates.measure(Setting(10, False), "ours, 8 bits", 0)[RMS][0], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("method", ["torchao, 8 bits", "torchao, FP8"])
