@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from ao_lab.cli import terminal
@@ -53,6 +54,20 @@ ADVICE = "\nSearch for `cuda"
 
 class Wrong(Exception):
     """A result differs from the reference's."""
+
+
+def bits_that_differ(mine: np.ndarray, right: np.ndarray, other: str) -> str:
+    """How many codes of two arrays of unsigned integers differ, and the first of them; "" where none does.
+
+    other: whose the second array's are, as "the reference".
+    """
+    if mine.shape != right.shape or mine.dtype != right.dtype:
+        return f"{mine.dtype}{list(mine.shape)}, {other} has {right.dtype}{list(right.shape)}"
+    wrong = np.flatnonzero(mine != right)
+    if not wrong.size:
+        return ""
+    at = int(wrong[0])
+    return f"{wrong.size} of {mine.size} differ, first at {at}: {mine.flat[at]:#x}, {other} has {right.flat[at]:#x}"
 
 
 class Late(Exception):

@@ -42,7 +42,7 @@ from ao_lab.measure.turns import (
 )
 from experiments.harness.bench import host_times, spread
 from experiments.harness.cuda_graph import launched
-from experiments.harness.measuring import Values, Wrong, attempt, bar, keep, kernel, status
+from experiments.harness.measuring import Values, Wrong, attempt, bar, bits_that_differ, keep, kernel, status
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row
 from experiments.kernels.baselines import BASELINES, Baseline, calls_of, offers
@@ -351,17 +351,8 @@ def same(compared: Compared) -> int:
     if got is None or expected is None:
         raise Wrong(f"{what}: got {'nothing' if got is None else 'some'}, the reference has the opposite")
     mine, right = raw(got), raw(expected)
-    if mine.shape != right.shape or mine.dtype != right.dtype:
-        raise Wrong(
-            f"{what}: {mine.dtype}{list(mine.shape)}, the reference has {right.dtype}{list(right.shape)}"
-        )
-    wrong = np.flatnonzero(mine != right)
-    if wrong.size:
-        index = int(wrong[0])
-        raise Wrong(
-            f"{what}: {wrong.size} of {mine.size} differ, first at {index}: {mine.flat[index]:#x}, the reference has "
-            f"{right.flat[index]:#x}"
-        )
+    if said := bits_that_differ(mine, right, "the reference"):
+        raise Wrong(f"{what}: {said}")
     return int(mine.size)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.data.impressions import Array, Impressions
@@ -73,14 +73,24 @@ def train(
             with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=plan.autocast):
                 logits = forward(batch.dense, batch.ids).float()
             loss = functional.binary_cross_entropy_with_logits(logits, batch.labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            for one in step:
-                one.step()
-                one.zero_grad()
-            losses.append(loss.detach())
-    values = torch.stack(losses).tolist()
-    if not all(map(math.isfinite, values)):
-        first = next(at for at, value in enumerate(values) if not math.isfinite(value))
+            losses.append(stepped(loss, step))
+    return finite(losses)
+
+
+def stepped(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+    """The loss of a step, after its gradients have moved the parameters; nothing waits for its value."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
+    return loss.detach()
+
+
+def finite(losses: Sequence[Tensor]) -> list[float]:
+    """Log losses of all steps; ValueError for the first that is not finite."""
+    values: list[float] = torch.stack(list(losses)).tolist()
+    first = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
+    if first is not None:
         raise ValueError(f"the log loss is {values[first]} in step {first}; a lower rate may help")
     return values
 
@@ -95,8 +105,16 @@ def predictions(
     for batch in data.held_out(8192, plan.evaluated, device):
         with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=plan.autocast):
             logits = model(batch.dense, batch.ids)
-        pairs.append((logits.double().cpu().numpy(), batch.labels.double().cpu().numpy()))
-    found, labels = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        pairs.append((logits, batch.labels))
+    return joined(pairs)
+
+
+def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Array, Array]:
+    """Logits and labels of batches behind each other, float64."""
+    found, labels = (
+        np.concatenate([one.double().cpu().numpy().reshape(-1) for one in parts])
+        for parts in zip(*pairs, strict=True)
+    )
     return found, labels
 
 

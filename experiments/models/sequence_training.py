@@ -8,7 +8,6 @@ the last users (stretches of a text) of NEXT. Runs of one seed begin alike and s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,16 @@ from torch import nn
 
 from experiments.data.impressions import Array
 from experiments.data.item_sequences import ItemSequences
-from experiments.models.click_training import Change, ClickTraining, Quality, optimizers, quality
+from experiments.models.click_training import (
+    Change,
+    ClickTraining,
+    Quality,
+    finite,
+    joined,
+    optimizers,
+    quality,
+    stepped,
+)
 from experiments.models.hstu import HSTU, HSTUConfig, Sequences, ranking_loss
 
 RATED, NEXT = "rated", "next"
@@ -166,17 +174,8 @@ def train(
     for batch, labels in examples.batches(plan.batch, seed, plan.steps, device):
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=plan.autocast):
             logits = model(batch)
-        loss = ranking_loss(logits, labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        for one in step:
-            one.step()
-            one.zero_grad()
-        losses.append(loss.detach())
-    values = torch.stack(losses).tolist()
-    first = next((at for at, value in enumerate(values) if not math.isfinite(value)), None)
-    if first is not None:
-        raise ValueError(f"the log loss is {values[first]} in step {first}; a lower rate may help")
-    return values
+        losses.append(stepped(ranking_loss(logits, labels), step))
+    return finite(losses)
 
 
 @torch.no_grad()
@@ -189,9 +188,8 @@ def predictions(
     for batch, labels in examples.held_out(512, plan.evaluated, device):
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=plan.autocast):
             logits = model(batch)
-        pairs.append((logits.double().cpu().numpy().reshape(-1), labels.double().cpu().numpy().reshape(-1)))
-    found, truth = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    return found, truth
+        pairs.append((logits, labels))
+    return joined(pairs)
 
 
 __all__ = ["NEXT", "RATED", "Examples", "small", "train", "trained_quality"]

@@ -34,7 +34,7 @@ import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
 from experiments.harness.cuda_graph import compiled_runs
-from experiments.harness.measuring import bar, cores
+from experiments.harness.measuring import bar, bits_that_differ, cores
 from experiments.harness.rows import ROOT, Journal, Row
 from experiments.linear.tables import ACTIVATIONS, WEIGHTS, Method, checked
 from experiments.report.results import Results
@@ -396,17 +396,8 @@ def torch_mxfp8(x: np.ndarray) -> Pair:
 
 def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
     """ValueError that shows the first difference."""
-    if ours.shape != theirs.shape:
-        raise ValueError(
-            f"shapes differ: ours {ours.shape}, theirs {theirs.shape}; a wrong result is not timed"
-        )
-    wrong = np.flatnonzero(ours != theirs)
-    if wrong.size:
-        first = int(wrong[0])
-        raise ValueError(
-            f"{wrong.size} of {ours.size} codes differ, first at {first}: ours {ours.flat[first]:#x}, theirs "
-            f"{theirs.flat[first]:#x}; a wrong result is not timed"
-        )
+    if said := bits_that_differ(ours, theirs, "theirs"):
+        raise ValueError(f"codes differ: {said}; a wrong result is not timed")
 
 
 COMPARISONS = (

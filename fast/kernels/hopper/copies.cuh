@@ -8,6 +8,22 @@ __device__ __forceinline__ void init_barrier(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
+// The barriers of a ring of `stages`, which the other programs of a cluster see after `sync_cluster`. full, empty: how often each
+// is arrived at in a phase.
+__device__ __forceinline__ void init_ring(u32 full_at, u32 empty_at, int stages, u32 full, u32 empty) {
+  for (int s = 0; s < stages; s++) {
+    init_barrier(full_at + 8 * s, full);
+    init_barrier(empty_at + 8 * s, empty);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank = 0;
+  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 __device__ __forceinline__ void wait_for(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"

@@ -216,16 +216,9 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
   extern __shared__ char memory[];
   const Ring ring((shared_address(memory) + 1023) & ~1023u);
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), role = warp / 4;
-  u32 rank = 0;
-  if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster_rank();
   const int neighbour = rank % PAIR, split = rank / PAIR;
-  if (thread == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      init_barrier(ring.full + 8 * s, 1);
-      init_barrier(ring.empty + 8 * s, PAIR * GROUPS * 4);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (thread == 0) init_ring(ring.full, ring.empty, STAGES, 1, PAIR * GROUPS * 4);
   sync_cluster();
   if (role == GROUPS) {
     if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
