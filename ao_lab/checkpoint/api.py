@@ -89,6 +89,7 @@ from ao_lab.tensor.metadata import PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied, rounded_buffers
 from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
+from ao_lab.transforms.training_records import write_training
 from reference.arrays.namespace import choice
 
 LOG = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ def write_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(str(place))
         added = sorted(set(place.iterdir()) - before)
+    write_training(model, folder)  # of a checkpoint that lay here
     files = [folder / path.name for path in written]
     changes = history_of(model).changes if used == "compressed-tensors" else ()
     more = _beside(folder, model, settings, reasons or [*changes, *stored.limits], base_model)

@@ -97,8 +97,12 @@ def test_the_file_beside_a_checkpoint(tmp_path):
     for broken in ("[", "[]", '{"layers": {"a": "b"}}'):
         (tmp_path / FILE).write_text(broken)
         assert read_training(tmp_path) == {}
-    write_training(net(), tmp_path)
-    assert not (tmp_path / FILE).exists()
+    quantized = net()
+    quantize_(quantized, INT4)
+    for save in (write_training, lambda model, folder: ao_lab.save_pretrained(quantized, folder)):
+        write_training(trained("rowwise"), tmp_path)
+        save(net(), tmp_path)
+        assert not (tmp_path / FILE).exists()
 
 
 def test_models_read_from_a_checkpoint(tmp_path):
