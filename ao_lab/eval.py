@@ -171,9 +171,8 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+#: Tasks that need no extra: those of `ao_lab.measure.asked`.
 TASKS = ("perplexity", "accuracy", "agreement", "weights")
-#: Those that need the model's base.
-PAIRED = ("agreement", "weights")
 #: What the name of a number's standard error ends in.
 STDERR = "_stderr"
 Encode = Callable[[str], "Tokens"]

@@ -37,6 +37,7 @@ from ao_lab.cli.options import (
 )
 from ao_lab.cli.plot import app as plot_app
 from ao_lab.cli.plugins import Commands, helped, way_out
+from ao_lab.cli.probe import command as probe_command
 from ao_lab.cli.terminal import (
     INTERRUPTED,
     TERMINATED,
@@ -49,6 +50,7 @@ from ao_lab.cli.terminal import (
     quiet_imports,
 )
 from ao_lab.install.extras import MissingExtra, explained
+from ao_lab.measure.asked import LENGTH as TOKENS
 
 app = typer.Typer(
     name="ao-lab",
@@ -169,7 +171,7 @@ def quantize(
         ),
     ] = 128,
     calibration_windows: Annotated[int | None, typer.Option("--calibration-windows", hidden=True)] = None,
-    length: Annotated[int, typer.Option(rich_help_panel=CALIBRATION, help=LENGTH)] = 512,
+    length: Annotated[int | None, typer.Option(rich_help_panel=CALIBRATION, help=LENGTH)] = None,
     corpus_path: Annotated[
         Path | None,
         typer.Option(rich_help_panel=CALIBRATION, help=CORPUS),
@@ -211,13 +213,15 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a Hugging Face model; the result loads in transformers, and in vLLM where it has kernels."""
-    from ao_lab.cli.early import check_methods, check_quantize
+    from ao_lab.cli.early import check_methods, check_quantize, check_skip, check_tokens
     from ao_lab.cli.terminal import check_new_folder, whole_or_nothing, work
 
     # Before what takes seconds to import.
     check_quantize(model_dir, config, activation, option or [])
     check_methods(method or [], calibration)
     check_new_folder(out_dir)
+    check_skip(model_dir, skip or [])
+    check_tokens(model_dir, length)
     kept = f"nothing was written to {out_dir}"
     calibrated = None if calibration is None else model_dir
     with work("quantize", kept, as_json, resume, calibrated), whole_or_nothing(out_dir):
@@ -225,7 +229,9 @@ def quantize(
 
         where = device.value if device else None
         count = windows if calibration_windows is None else calibration_windows
-        data = Calibration(calibration, method or [], count, length, corpus_path, where, resume, stream)
+        data = Calibration(
+            calibration, method or [], count, length or TOKENS, corpus_path, where, resume, stream
+        )
         if config is None:
             if plan is None:
                 raise WrongInput(
@@ -280,8 +286,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Export a quantized model: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""
+    from ao_lab.cli.early import check_model
     from ao_lab.cli.terminal import work
 
+    check_model(model_dir, "ao-lab quantize")
     with work("export", f"{out_file} was not written", as_json):
         from ao_lab.cli.export import run_export
 
@@ -327,7 +335,7 @@ def choose(
     windows: Annotated[
         int, typer.Option(help="Number of sequences; a quarter is held out for evaluation.")
     ] = 32,
-    length: Annotated[int, typer.Option(help=LENGTH)] = 512,
+    length: Annotated[int | None, typer.Option(help=LENGTH)] = None,
     corpus_path: Annotated[
         Path | None,
         typer.Option(help=CORPUS),
@@ -343,91 +351,24 @@ def choose(
     as_json: AsJson = False,
 ) -> None:
     """Mixed precision: choose a configuration per layer under a budget of bits, bytes or time, and measure the result."""
+    from ao_lab.cli.early import check_source, check_texts
     from ao_lab.cli.terminal import work
 
+    check_source(model_dir, config, length, skip or [])
+    check_texts(calibration=calibration)
     with work("choose", f"no plan was written to {out}", as_json):
         from ao_lab.cli.calibration import Calibration
         from ao_lab.cli.choose import Wanted, run_choose
 
         where = device.value if device else None
-        data = Calibration(calibration, method or [], windows, length, corpus_path, where)
+        data = Calibration(calibration, method or [], windows, length or TOKENS, corpus_path, where)
         wanted = Wanted(
             data, config, bits, size, microseconds, rows, layout=layout.value, seed=seed, skip=skip
         )
         run_choose(model_dir, out, wanted, as_json)
 
 
-@app.command()
-def probe(
-    model_dir: ModelDir,
-    data: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="Data: a text file, or wikitext2 with --corpus-path; for other models a .safetensors or .npz of their inputs.",
-        ),
-    ],
-    candidate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What to try, repeatable: a training recipe (rowwise), a weight scheme (nf4), 'WEIGHT x INPUT', or a "
-            "configuration, 'NAME key=value ...'. Default: rowwise."
-        ),
-    ] = None,
-    skip: Skip = None,
-    budget: Annotated[
-        float, typer.Option(help="Largest acceptable change of the outputs, in their standard deviations.")
-    ] = 0.05,
-    tokens: Annotated[int, typer.Option(help="Tokens sampled from each layer's inputs.")] = 1024,
-    windows: Annotated[
-        int, typer.Option(help="Number of sequences; a quarter is held out for evaluation.")
-    ] = 32,
-    length: Annotated[int, typer.Option(help=LENGTH)] = 512,
-    directions: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Backward passes per batch; more give a better prediction from few examples."
-        ),
-    ] = 4,
-    corpus_path: Annotated[
-        Path | None,
-        typer.Option(help=CORPUS),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
-    compare: Annotated[
-        Path | None, typer.Option(help="An earlier report (--out): show layers whose error has moved since.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed, of sampled tokens and directions.")] = 0,
-    device: OnDevice = None,
-    as_json: AsJson = False,
-) -> None:
-    """Which layers are safe in low precision, which would be faster, and why: errors on data, and their effect on outputs."""
-    from ao_lab.cli.terminal import work
-
-    with work("probe", "no report was written", as_json):
-        from ao_lab.cli.probe import Wanted, run_probe
-
-        where = device.value if device else None
-        wanted = Wanted(
-            data,
-            candidate or [],
-            skip,
-            windows,
-            length,
-            tokens,
-            budget,
-            directions,
-            seed,
-            corpus_path,
-            where,
-            out,
-            plot,
-            compare,
-        )
-        run_probe(model_dir, wanted, as_json)
-
-
+app.command("probe")(probe_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)
@@ -473,8 +414,10 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure the fastest kernel for each layer on this device, and save the choices."""
+    from ao_lab.cli.early import check_source
     from ao_lab.cli.terminal import work
 
+    check_source(model_dir, [config] if config else [], None, skip or [])
     with work("tune", "no choice was saved", as_json):
         from ao_lab.cli.tune import Wanted, run_tune
 
@@ -596,5 +539,10 @@ def complain(message: str, code: int) -> int:
 
 
 def entry() -> None:
-    """The program `ao-lab`."""
+    """The program `ao-lab`.
+
+    Threads of a CPU that wait for each other sleep, as in `reproduce`, unless the caller's environment says otherwise: on a
+    host with other work they would else take the cores from those that compute, and everything takes several times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     leave(main())

@@ -88,11 +88,13 @@ def command(
 ) -> None:
     """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
     from ao_lab.cli.compare import configuration, split
-    from ao_lab.cli.early import BENCHMARK, check_model
+    from ao_lab.cli.early import BENCHMARK, check_model, check_tokens
 
     if model is None and not shape:
         raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
     check_model(model, "ao-lab quantize or transformers")
+    if model is not None:
+        check_tokens(model, new_tokens=new_tokens)
     shapes = [shape_of(one) for one in shape or []]
     names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
     chosen = {name: configuration(name) for name in dict.fromkeys(names)} if names else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.calibration import Calibration
+from ao_lab.cli.early import DENSE
 from ao_lab.cli.layout import (
     SelectedLayout,
     SkippedLayers,
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from ao_lab.choose.budgets import Budget
     from ao_lab.choose.result import Choice
     from ao_lab.config.base import Config
-
-#: The option that leaves layers as they are.
-DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,7 @@ def run_choose(source: Path, out: Path, wanted: Wanted, as_json: bool) -> None:
     linear.leaves_routers = linear.leaves_tied = True  # type: ignore[attr-defined]
     model = by_transformers(source, None)
     check_layers(source, model)
+    skipped.check_in(model)
     check_language_model(model, source)
     model = model.to(data.device or "cpu")
     batches = data.batches(source, model)
@@ -127,7 +126,6 @@ def run_choose(source: Path, out: Path, wanted: Wanted, as_json: bool) -> None:
             )  # fmt: skip
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    skipped.check()
     choice.to_json(out)
     show(choice, source, out, as_json)
 

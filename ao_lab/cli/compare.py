@@ -128,6 +128,8 @@ def command(
         check_methods,
         check_model,
         check_texts,
+        check_tokenizer,
+        check_tokens,
     )
 
     asked = [name for given in tasks or [] for name in split(given)]
@@ -136,9 +138,11 @@ def command(
     check_texts(text=text, calibration=calibration)
     check_harness(asked)
     check_methods(method or [], calibration)
+    check_tokens(model_dir, length, new_tokens)
     named = [name for given in [*(configs or []), *(config or [])] for name in split(given)]
     for name in [*named, *(more or [])]:
         configuration(name)
+    check_tokenizer(model_dir)
     with when_stopped(lambda: kept_in(out, COMPARISON)):
         from ao_lab.eval import HarnessOptions
 

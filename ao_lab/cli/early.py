@@ -5,12 +5,17 @@ The commands check the same again, and more, where they read what was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ao_lab.checkpoint.io.files import without
-from ao_lab.install.extras import WrongInput, pip_install
+from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.install.extras import WrongInput, pip_install, wrong_input
+from ao_lab.measure.asked import PROMPT, check_length, check_reach, check_reads, context_of
 
 #: Names of texts that need a corpus: those of `ao_lab.eval.NAMED`.
 NAMED_TEXTS = ("wikitext2",)
@@ -25,10 +30,16 @@ def check_model(folder: Path | None, writers: str) -> None:
 #: Names of methods: those of `ao_lab.calibration.methods`; and of those that read no data.
 METHODS = ("rotate", "smooth", "awq", "clip", "hqq", "gptq", "autoround", "lowrank", "bias", "kv")
 WITHOUT_DATA = ("rotate", "hqq")
+#: What `ao-lab choose` calls a layer that stays unquantized.
+DENSE = "dense"
 #: Files in which `ao-lab compare --out` and `ao-lab bench --out` keep what they have measured: FILE of their modules.
 COMPARISON, BENCHMARK = "comparison.json", "benchmark.json"
 #: Files that transformers, or ao_lab, reads weights from.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+#: How alike a mistyped name of a layer and a name of the files are, from 0 to 1.
+ALIKE = 0.87
 
 
 def check_weights(folder: Path) -> None:
@@ -46,6 +57,21 @@ def check_quantize(folder: Path, config: str | None, activation: str | None, opt
     if config is not None:
         name, given = with_options(config, options)
         config_of(name, activation, given)
+
+
+def check_source(folder: Path, configs: Sequence[str], length: int | None, skip: Sequence[str]) -> None:
+    """WrongInput for a folder without a model, configurations that are none, sequences that the model does not take, and a
+    mistyped layer of --skip."""
+    from ao_lab.cli.named_config import config_of, with_options
+
+    check_model(folder, "ao-lab quantize or transformers")
+    for text in configs:
+        name, options = with_options(text, [])
+        if name != DENSE:
+            config_of(name, None, options)
+    check_counts(length=length)
+    check_tokens(folder, length)
+    check_skip(folder, skip)
 
 
 def check_methods(names: Sequence[str], calibration: str | None) -> None:
@@ -67,6 +93,57 @@ def check_counts(limit: int | None = None, length: int | None = None, new_tokens
         raise WrongInput(f"--length {length}: --limit is at least 1 sequence and --length at least 2 tokens")
     if new_tokens < 0:
         raise WrongInput(f"--new-tokens {new_tokens}: give the tokens that generate() makes, or 0")
+
+
+def check_tokens(folder: Path, length: int | None = None, new_tokens: int = 0) -> None:
+    """WrongInput for more tokens than config.json says that the model takes."""
+    most = context_of(fields_of(folder))
+    check_length(length, most)
+    if new_tokens:
+        check_reach(PROMPT + new_tokens, most)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """WrongInput for a folder without a tokenizer whose config.json has a number of tokens, and not that of bytes."""
+    size = fields_of(folder).get("vocab_size")
+    check_reads(folder, type(size) is not int or (folder / "tokenizer.json").is_file(), size)
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """config.json; WrongInput where it is no JSON object."""
+    with wrong_input():
+        return read_object(folder / "config.json", nonfinite=True)
+
+
+def check_skip(folder: Path, names: Sequence[str]) -> None:
+    """WrongInput, with the nearest, for a name of --skip that no layer of the files has and that is almost the name of one.
+
+    What is not alike passes: transformers may have modules of other names than the files, and looks when it has the model.
+    """
+    asked = [name for name in names if ":" not in name and "." not in name]
+    parts = set(parts_of(folder)) if asked else set()
+    if not parts or "experts" in parts:
+        return
+    for name in asked:
+        known = {*parts, "lm_head"}
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=ALIKE)
+        if near and name not in known:
+            raise WrongInput(f"--skip {name}: no layer or submodule has this name; the nearest is {near[0]}")
+
+
+def parts_of(folder: Path) -> Iterator[str]:
+    """Parts between dots of the names of layers, as the folder's safetensors have them; none where they cannot be read."""
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            tensors = dict(read_object(index, huge=True)["weight_map"])
+        else:
+            with (folder / "model.safetensors").open("rb") as file:
+                tensors = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 10**8)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for name in tensors:
+        yield from name.split(".")[:-1]
 
 
 def check_texts(**texts: str | None) -> None:

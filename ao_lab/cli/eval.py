@@ -66,14 +66,17 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate: perplexity, accuracy, KL divergence from the base model (offline); lm-evaluation-harness tasks if installed."""
-    from ao_lab.cli.early import check_counts, check_model, check_texts
+    from ao_lab.cli.early import check_counts, check_model, check_texts, check_tokens
     from ao_lab.cli.terminal import work
+    from ao_lab.measure.asked import check_tasks
 
     asked = [name for given in tasks or [] for name in given.split(",") if name]
     for folder in (model_dir, against):
         check_model(folder, "ao-lab quantize or transformers")
     check_counts(limit, length)
+    check_tasks(asked, against is not None)
     check_texts(text=text)
+    check_tokens(model_dir, length)
     with work("eval", "no result was saved", as_json):
         from ao_lab.cli.evaluate import run_eval
         from ao_lab.eval import HarnessOptions

@@ -361,6 +361,12 @@ class SkippedLayers:
         reason = layer.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]
         return reason.replace("accepted by filter_fn", layer.kind).replace("refused by filter_fn", refused)
 
+    def check_in(self, model: nn.Module) -> None:
+        """WrongInput for names that were given and that no layer of a model has."""
+        for path, _ in model.named_modules():
+            self.met.update(self.names(path))
+        self.check()
+
     def check(self) -> None:
         """WrongInput for names that were given and that no layer has."""
         missing = [name for name in self.skip if name not in self.met]

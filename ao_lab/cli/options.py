@@ -24,7 +24,7 @@ MODEL_FOLDER = (
     "Folder of a Hugging Face model, as save_pretrained writes it; or the name of one in the Hub's cache, or of one that "
     "ao-lab pretrained made."
 )
-LENGTH = "Tokens per sequence."
+LENGTH = "Tokens per sequence. Default: 512, or the model's context if shorter."
 CORPUS = "Folder of the corpus that holds a named text (ao-lab corpus prose)."
 CALIBRATION = "Calibration"
 

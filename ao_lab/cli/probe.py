@@ -6,9 +6,12 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ao_lab.cli.calibration import BATCH, Calibration
+from ao_lab.cli.options import CORPUS, LENGTH, AsJson, ModelDir, OnDevice, Skip
 from ao_lab.cli.terminal import (
     WrongInput,
     check_device,
@@ -17,7 +20,9 @@ from ao_lab.cli.terminal import (
     print_json,
     print_table,
     track_progress,
+    work,
 )
+from ao_lab.measure.asked import LENGTH as TOKENS
 
 if TYPE_CHECKING:
     from ao_lab.probe.report import ProbeReport
@@ -65,6 +70,75 @@ class Wanted:
         return found
 
 
+def command(
+    model_dir: ModelDir,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Data: a text file, or wikitext2 with --corpus-path; for other models a .safetensors or .npz of their inputs.",
+        ),
+    ],
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to try, repeatable: a training recipe (rowwise), a weight scheme (nf4), 'WEIGHT x INPUT', or a "
+            "configuration, 'NAME key=value ...'. Default: rowwise."
+        ),
+    ] = None,
+    skip: Skip = None,
+    budget: Annotated[
+        float, typer.Option(help="Largest acceptable change of the outputs, in their standard deviations.")
+    ] = 0.05,
+    tokens: Annotated[int, typer.Option(help="Tokens sampled from each layer's inputs.")] = 1024,
+    windows: Annotated[
+        int, typer.Option(help="Number of sequences; a quarter is held out for evaluation.")
+    ] = 32,
+    length: Annotated[int | None, typer.Option(help=LENGTH)] = None,
+    directions: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Backward passes per batch; more give a better prediction from few examples."
+        ),
+    ] = 4,
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option(help=CORPUS),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="An earlier report (--out): show layers whose error has moved since.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed, of sampled tokens and directions.")] = 0,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which layers are safe in low precision, which would be faster, and why: errors on data, and their effect on outputs."""
+    from ao_lab.cli.early import check_source
+
+    check_source(model_dir, [], length, skip or [])
+    with work("probe", "no report was written", as_json):
+        where = device.value if device else None
+        wanted = Wanted(
+            data,
+            candidate or [],
+            skip,
+            windows,
+            length or TOKENS,
+            tokens,
+            budget,
+            directions,
+            seed,
+            corpus_path,
+            where,
+            out,
+            plot,
+            compare,
+        )
+        run_probe(model_dir, wanted, as_json)
+
+
 def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     """Probe, write what was asked for, and show it."""
     from ao_lab.cli.layout import SkippedLayers, check_layers
@@ -81,6 +155,7 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
     skipped = SkippedLayers(wanted.skip)
     model = by_transformers(source, None)
     check_layers(source, model)
+    skipped.check_in(model)
     model = model.to(wanted.device or "cpu")
     batches = batches_of(source, model, wanted)
     try:
@@ -91,7 +166,6 @@ def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
             )  # fmt: skip
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    skipped.check()
     # What was measured is kept where there is nothing to compare it with.
     if wanted.out is not None:
         report.to_json(wanted.out)

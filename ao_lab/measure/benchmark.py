@@ -24,11 +24,11 @@ from torch import nn
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
 from ao_lab.install.versions import __version__
+from ao_lab.measure.asked import PROMPT
 from ao_lab.measure.compare import WARM, describe, reason, refused
 from ao_lab.measure.configurations import USUAL, Given, configurations
 from ao_lab.measure.evaluate import fingerprint, in_memory, name_of
 from ao_lab.measure.folders import (
-    PROMPT,
     check_folder,
     check_generates,
     check_language_model,
@@ -46,6 +46,7 @@ from ao_lab.measure.times import (
     Benchmark,
     KeptTimes,
     Timed,
+    crowded,
     doubt_of,
     drifted,
     load_of_host,
@@ -378,18 +379,13 @@ class Work:
                 continue
             if why:
                 uncaptured.add(name)
-                failed.append(
-                    Timed(
-                        "linear",
-                        name,
-                        GRAPH,
-                        shape,
-                        kernel=kernels[name],
-                        layers=count,
-                        status=FAILED,
-                        reason=why,
-                    )
-                )
+                told: dict[str, Any] = {
+                    "kernel": kernels[name],
+                    "layers": count,
+                    "status": FAILED,
+                    "reason": why,
+                }
+                failed.append(Timed("linear", name, GRAPH, shape, **told))
         rows: list[Timed] = []
         if next(iter(makers)) not in spans:  # nothing to compare with
             return failed
@@ -459,7 +455,8 @@ class Work:
                 with with_threads(threads):
                     times = self.in_turn(pair, batch, new_tokens, mode, what)
                 shown = ALONE if threads == 1 < torch.get_num_threads() else mode
-                found = timed("generate", times, shown, (batch,), 0, {})
+                busy = crowded(load_of_host(), os.cpu_count())
+                found = timed("generate", times, shown, (batch,), 0, {}, {name: busy})
                 new = [row for row in found if row.name != base or not any(one.name == base for one in rows)]
                 rows += new
                 self.kept.measured(new)

@@ -38,6 +38,7 @@ from ao_lab.eval import (
 )
 from ao_lab.install.extras import WrongInput, lacking, wrong_input
 from ao_lab.install.versions import __version__
+from ao_lab.measure.asked import PROMPT
 from ao_lab.measure.base_weights import other_weights
 from ao_lab.measure.comparison import COMPRESSED, TOLERANCE, Compared, Comparison
 from ao_lab.measure.configurations import (
@@ -64,7 +65,6 @@ from ao_lab.measure.evaluate import (
     told_of,
 )
 from ao_lab.measure.folders import (
-    PROMPT,
     check_folder,
     check_generates,
     check_language_model,
@@ -77,7 +77,7 @@ from ao_lab.measure.folders import (
     windows_for,
 )
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, out_of_memory
-from ao_lab.measure.times import FAILED, OK, SPREAD, differing, drift_of, speedup_of
+from ao_lab.measure.times import FAILED, OK, crowded, differing, drift_of, speedup_of
 from ao_lab.measure.turns import timed_threads, with_threads
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -315,9 +315,7 @@ def doubtful(rows: Sequence[Compared]) -> list[Compared]:
     baselines = [1 / rate if rate else None for rate in rates]
     found = []
     for row, baseline in zip(rows, baselines, strict=True):
-        why = row.doubt or drift_of(baseline, baselines)
-        if not why and row.load is not None and row.cores and row.load > SPREAD * row.cores:
-            why = f"the host had more than {SPREAD * row.cores:g} processes to run on {row.cores} cores"
+        why = row.doubt or drift_of(baseline, baselines) or crowded(row.load, row.cores)
         # The unquantized model's speedup is 1 by definition.
         found.append(row if row.name == BASE else replace(row, doubt=why))
     return found

@@ -19,8 +19,9 @@ from ao_lab.checkpoint.size import Written
 from ao_lab.config.base import Config, FqnToConfig, SchemeConfig, config_named
 from ao_lab.eval import Text, Windows
 from ao_lab.install.extras import WrongInput, wrong_input
+from ao_lab.measure.asked import as_fields
 from ao_lab.measure.evaluate import fingerprint, name_of
-from ao_lab.measure.folders import as_fields, check_folder, fields_of, windows_for
+from ao_lab.measure.folders import check_folder, fields_of, windows_for
 from ao_lab.transforms.plan import PYTHON_ADVICE, TIED
 from reference import Scheme
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +16,6 @@ from torch import nn
 from ao_lab.checkpoint.io.files import hub_name
 from ao_lab.checkpoint.io.markdown import hub_name as name_in_card
 from ao_lab.eval import (
-    PAIRED,
-    TASKS,
     Harness,
     HarnessOptions,
     Text,
@@ -37,6 +34,7 @@ from ao_lab.eval import (
 from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
 from ao_lab.intervals import MEANING
+from ao_lab.measure.asked import PAIRED, TASKS, check_tasks
 from ao_lab.measure.base_weights import scaled_beside
 from ao_lab.measure.folders import (
     check_folder,
@@ -153,18 +151,7 @@ def split_tasks(tasks: list[str], paired: bool) -> tuple[tuple[str, ...], list[s
     wanted = tasks or [task for task in TASKS if paired or task not in PAIRED]
     local = tuple(task for task in TASKS if task in wanted)
     foreign = [task for task in wanted if task not in TASKS]
-    alone = [task for task in local if task in PAIRED and not paired]
-    if alone:
-        raise WrongInput(
-            f"{alone[0]} compares with the model's base; give its folder with --against (against= in Python)"
-        )
-    if foreign and importlib.util.find_spec("lm_eval") is None:
-        if near := difflib.get_close_matches(foreign[0], TASKS, n=1, cutoff=0.7):
-            raise WrongInput(f"unknown task {foreign[0]!r}; the nearest is {near[0]}")
-        raise WrongInput(
-            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
-            f"{', '.join(TASKS)}, which need no extra"
-        )
+    check_tasks(wanted, paired)
     return local, foreign
 
 

@@ -22,14 +22,18 @@ from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.eval import Encode, Text, Tokens, Windows, windows_of
 from ao_lab.install.extras import WrongInput, needed, wrong_input
+from ao_lab.measure.asked import (
+    BYTES,
+    LENGTH,
+    as_fields,
+    check_length,
+    check_reach,
+    check_reads,
+    context_of,
+)
 
-BYTES = 256
 #: A text that every tokenizer has tokens for.
 PROBE = "a"
-#: Tokens of a window where nothing else is said.
-LENGTH = 512
-#: Tokens of a prompt of generate(), which is timed.
-PROMPT = 16
 
 
 def without_model(folder: Path, writers: str) -> str:
@@ -114,10 +118,7 @@ def windows_for(
         given = f"--limit {limit}" if limit < 1 else f"--length {length}"
         raise WrongInput(f"{given}: --limit is at least 1 sequence and --length at least 2 tokens")
     reading = reading_of(model, tokenizer)
-    if length is not None and reading.longest is not None and length > reading.longest:
-        raise WrongInput(
-            f"--length {length}: the model takes at most {reading.longest} tokens (its context); give a shorter one"
-        )
+    check_length(length, reading.longest)
     length = min(LENGTH, reading.longest or LENGTH) if length is None else length
     with wrong_input():
         windows = windows_of(source.text, reading.encode, length, limit, list(reading.beginning.values()))
@@ -209,12 +210,8 @@ def encoder(folder: Path) -> tuple[Encode, str, dict[str, int]]:
             raise WrongInput(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from error
         return lambda text: _encoded(fast, text), "tokenizer.json", beginning_of(folder, fast)
     size = read_config(folder).get("vocab_size")
-    if size == BYTES:
-        return _bytes, "bytes", {}
-    raise WrongInput(
-        f"{folder} has no tokenizer.json and its model has {size} tokens; copy the tokenizer of the base model into it "
-        f"(models of {BYTES} tokens read bytes)"
-    )
+    check_reads(folder, False, size)
+    return _bytes, "bytes", {}
 
 
 def beginning_of(folder: Path, fast: Any) -> dict[str, int]:
@@ -260,36 +257,11 @@ def longest(folder: Path) -> int:
     return context_of(read_config(folder)) or LENGTH
 
 
-#: Names of the longest input in configurations, those of GPT-2 and MPT among them.
-CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "n_ctx",
-    "seq_length",
-)
-
-
-def context_of(config: Mapping[str, Any]) -> int | None:
-    """The longest input by the fields of a configuration, or by those of its text model; None where none says it."""
-    given = [config.get(name) for name in CONTEXT]
-    if found := [one for one in given if type(one) is int and one > 1]:
-        return found[0]
-    text = as_fields(config.get("text_config"))
-    return context_of(text) if text else None
-
-
 def fields_of(model: str | Path | nn.Module) -> Mapping[str, Any]:
     """The fields of the configuration of a model in memory, or of a folder."""
     if isinstance(model, nn.Module):
         return as_fields(getattr(model, "config", None))
     return read_config(Path(model))
-
-
-def as_fields(config: object) -> Mapping[str, Any]:
-    """A configuration as a mapping; an empty one of anything else."""
-    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
 
 def check_generates(model: str | Path | nn.Module, tokens: int) -> None:
@@ -298,12 +270,7 @@ def check_generates(model: str | Path | nn.Module, tokens: int) -> None:
         raise WrongInput(
             f"{type(model).__name__} has no generate() of transformers to time; leave it out with new_tokens=0"
         )
-    most = context_of(fields_of(model))
-    if most is not None and tokens > most:
-        raise WrongInput(
-            f"--new-tokens: a prompt of {PROMPT} and the new tokens are {tokens}, and the model takes at most {most} (its "
-            f"context); give fewer, or 0"
-        )
+    check_reach(tokens, context_of(fields_of(model)))
 
 
 def check_language_model(model: nn.Module, folder: Path | str) -> None:

@@ -116,6 +116,13 @@ def drifted(rows: Sequence[Timed]) -> list[Timed]:
     ]
 
 
+def crowded(load: float | None, cores: int | None) -> str:
+    """Why any speedup of a CPU is noisy that was timed while the host had far more to do than it has cores; "" for nothing."""
+    if load is None or not cores or load <= SPREAD * cores:
+        return ""
+    return f"the host had more than {SPREAD * cores:g} processes to run on {cores} cores"
+
+
 def busy_notes(load: float | None, cores: int | None) -> list[str]:
     """What to say where the host had more to do than it has cores."""
     busy = load is not None and cores is not None and load > cores

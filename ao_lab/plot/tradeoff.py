@@ -81,7 +81,8 @@ def tradeoff(
 
     Points that are better than every other of no more cost are coloured and joined by steps; others are gray. Better is what
     the paired difference of both on the same windows says, with its 95% interval, where points have `losses` of windows; a
-    lower loss, whatever the bars, where they have none. A legend says all this. A reference is a horizontal line through a
+    lower loss, whatever the bars, where they have none. A legend says all this. Points of about the same cost stand side by
+    side, so that each bar is seen. A reference is a horizontal line through a
     square. scale: costs are multiplied by it for the axis. Losses that are infinite or NaN cannot be drawn: they are named in
     the title.
 
@@ -91,7 +92,7 @@ def tradeoff(
     if not drawn:
         raise WrongInput("tradeoff draws one point or more of finite loss; got none")
     with canvas(ax, theme, (8.0, 4.8)) as (figure, (axis,), colors):
-        best = frontier(drawn)
+        best, places = frontier(drawn), side_by_side(drawn)
         axis.step(
             [scale * one.cost for one in best],
             [one.loss for one in best],
@@ -102,7 +103,9 @@ def tradeoff(
         for one in drawn:
             if one.reference:
                 axis.axhline(one.loss, color=colors.muted, linewidth=0.9, linestyle="--")
-            axis.errorbar([scale * one.cost], [one.loss], yerr=[one.error], **_look(one, one in best, colors))
+            axis.errorbar(
+                [scale * places[one]], [one.loss], yerr=[one.error], **_look(one, one in best, colors)
+            )
         axis.set(xlabel=xlabel, ylabel=ylabel)
         axis.margins(x=0.16, y=0.12)
         axis.autoscale_view()
@@ -111,14 +114,41 @@ def tradeoff(
         _legend(axis, drawn, best, colors)
         if ax is None:  # names are placed in pixels, which the layout moves
             figure.draw_without_rendering()
-        _names(axis, drawn, best, scale, colors)
+        _names(axis, drawn, best, {one: scale * at for one, at in places.items()}, colors)
     return figure
+
+
+#: Parts of the axis: costs no further apart are drawn side by side, and how far.
+SAME, APART = 0.004, 0.01
+
+
+def side_by_side(points: Sequence[Point]) -> dict[Point, float]:
+    """Where each point stands: at its cost, or beside those of about the same cost, the middle of which stays."""
+    ordered = sorted(points, key=lambda one: (one.cost, one.loss))
+    span = ordered[-1].cost - ordered[0].cost
+    groups: list[list[Point]] = []
+    for one in ordered:
+        if groups and one.cost - groups[-1][0].cost <= SAME * span:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    step = APART * (span or abs(ordered[0].cost) or 1.0)
+    return {
+        one: fmean(each.cost for each in group) + step * (number - (len(group) - 1) / 2)
+        if len(group) > 1
+        else one.cost
+        for group in groups
+        for number, one in enumerate(group)
+    }
 
 
 #: What the colours of points, the square and the bars say, and by what one point is called better than another.
 BEST, BEATEN = "no other is as good at no more cost", "another is as good at no more cost"
 REFERENCE, BARS = "unquantized", "bars: 95% interval"
-PAIRED, ALONE = "as good: paired on the same windows, 95%", "as good: by the losses alone, without bars"
+PAIRED, ALONE = (
+    "as good: by the paired difference on the same windows, 95%",
+    "as good: by the losses alone, whatever the bars",
+)
 
 
 def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: Theme) -> None:
@@ -126,13 +156,11 @@ def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: T
     first = {_kind(one, one in best): one for one in reversed(points)}
     if any(one.error > 0 for one in points):
         first[BARS] = points[0]
-    if len(points) > 1:
-        first[PAIRED if all(are_paired(*two) for two in combinations(points, 2)) else ALONE] = points[0]
+    paired = all(are_paired(*two) for two in combinations(points, 2))
     handles = []
-    for label in (name for name in (BEST, BEATEN, REFERENCE, BARS, PAIRED, ALONE) if name in first):
+    for label in (name for name in (BEST, BEATEN, REFERENCE, BARS) if name in first):
         look = _look(first[label], label == BEST, theme)
         drawn = {BARS: {"fmt": "|", "color": theme.ink}}.get(label, look)
-        drawn = {"fmt": "none"} if label in (PAIRED, ALONE) else drawn
         handles.append(axis.errorbar([], [], yerr=[], **{**look, **drawn}, label=label))
     axis.legend(
         handles=handles,
@@ -141,6 +169,8 @@ def _legend(axis: Axes, points: Sequence[Point], best: Sequence[Point], theme: T
         ncols=2,
         frameon=False,
         fontsize=TYPE,
+        title=(PAIRED if paired else ALONE) if len(points) > 1 else None,
+        title_fontsize=TYPE,
     )
 
 
@@ -167,12 +197,14 @@ PLACES = [(x, y) for y in (5, -12, 16, -23, 27, -34, 38, -45, 49, -56, 60) for x
 AROUND, FAR = 5, 12
 
 
-def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: float, theme: Theme) -> None:
+def _names(
+    axis: Axes, points: Sequence[Point], best: Sequence[Point], across: Mapping[Point, float], theme: Theme
+) -> None:
     """Each name beside its point, where it covers no other name, no point, and does not leave the axes."""
     figure = axis.figure
     unit = figure.dpi / 72
     frame = axis.get_window_extent()
-    places = {one: axis.transData.transform((scale * one.cost, one.loss)) for one in points}
+    places = {one: axis.transData.transform((across[one], one.loss)) for one in points}
     around = AROUND * unit
     taken = [(x - around, y - around, x + around, y + around) for x, y in places.values()]
     taken += [(frame.x0, places[one][1] - 1, frame.x1, places[one][1] + 1) for one in points if one.reference]
@@ -186,7 +218,7 @@ def _names(axis: Axes, points: Sequence[Point], best: Sequence[Point], scale: fl
         taken.append(boxes[at])
         written = axis.annotate(
             one.name,
-            (scale * one.cost, one.loss),
+            (across[one], one.loss),
             at,
             textcoords="offset points",
             ha="left" if at[0] > 0 else "right",

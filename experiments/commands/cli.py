@@ -130,11 +130,12 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages; an interrupted run is resumed."""
-    from experiments.commands.work import real_models, run_experiments, write_pages_alone
+    from experiments.commands.work import check_names, real_models, run_experiments, write_pages_alone
 
     if pages:
         write_pages_alone(tables or [], changed, reports, as_json)
         return
+    check_names(tables or [], only or [], model or [])
     where = device.value if device else None
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
     real = real_models(

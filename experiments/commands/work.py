@@ -25,7 +25,7 @@ from ao_lab.cli.terminal import (
 from ao_lab.install.extras import check_extra, is_clone
 from experiments.commands.found import show_findings, told_of
 from experiments.harness.paths import Paths
-from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL
+from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL, check_only
 from experiments.models.pretrained import MODELS, Pretrained, model_record, pretrained
 
 if TYPE_CHECKING:
@@ -56,12 +56,11 @@ def run_experiments(
     from experiments.harness.measuring import LOST
     from experiments.runs.run import NOTHING, reproduce
 
-    check_extra("experiments")
-    for name in names:
-        known(name, EXPERIMENTS, "experiment")
+    check_names(names, only, ())
+    parts = partly(names, only) if real is None else {}
     check_device(device)
     if real is None:
-        more: dict[str, Any] = {**partly(names, only), **limited(names, seconds)}
+        more: dict[str, Any] = {**parts, **limited(names, seconds)}
     else:
         more = for_real_models(names, real, only, seconds)
     given = {} if corpus is None else other_text(names, *corpus)
@@ -94,6 +93,22 @@ def run_experiments(
     for said in NOTHING:
         say(said)
     return not LOST and not NOTHING
+
+
+def check_names(names: Sequence[str], only: Sequence[str], models: Sequence[str]) -> None:
+    """WrongInput, without torch, for experiments, parts, schemes and models that are none."""
+    check_extra("experiments")
+    try:
+        for name in names:
+            known(name, EXPERIMENTS, "experiment")
+            check_only(name, only, bool(models))
+    except ValueError as error:
+        raise WrongInput(str(error) if isinstance(error, WrongInput) else f"--only: {error}") from error
+    for given in models:
+        if given not in MODELS and not Path(given).is_dir():
+            raise WrongInput(
+                f"--model {given} is no folder and no name of a pretrained model; those are {', '.join(MODELS)}"
+            )
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:

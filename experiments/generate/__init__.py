@@ -3,4 +3,4 @@
 from experiments.harness.registry import Experiment
 
 #: The stage of users, beside the generation loop of `decode`.
-EXPERIMENT = Experiment(compressed=True, order=51, trained=False)
+EXPERIMENT = Experiment(compressed=True, order=51, trained=False, parts=("eager", "prefill", "decode"))

@@ -25,8 +25,8 @@ class Experiment:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
     whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
     published as ``.csv.gz``. real: whether it measures pretrained models, and anyone's by `--model`. tasks:
-    what these may do (`experiments.models.pretrained`). name: the folder's, filled
-    in when it is found.
+    what these may do (`experiments.models.pretrained`). parts: what --only names, where that is known without torch; schemes:
+    whether it names schemes too. name: the folder's, filled in when it is found.
     """
 
     order: int
@@ -37,6 +37,8 @@ class Experiment:
     compressed: bool = False
     real: bool = False
     tasks: tuple[str, ...] = ("language model",)
+    parts: tuple[str, ...] = ()
+    schemes: bool = False
     name: str = ""
 
     def run_module(self) -> ModuleType:
@@ -101,10 +103,28 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
     ]
 
 
-def check_known(experiment: str, parts: Iterable[str], names: Iterable[str]) -> None:
-    """ValueError for a name that is no part of an experiment."""
-    parts = list(parts)
+def check_only(experiment: str, only: Iterable[str], of_models: bool) -> None:
+    """ValueError, without torch, for a name that is surely no part of an experiment, and no scheme where it takes schemes.
+
+    of_models: of models that are given, of which --only names schemes or recipes alone. The module that measures looks again.
+    """
+    from reference import SCHEMES
+
+    record = EXPERIMENTS[experiment]
+    if record.parts and (record.schemes or not of_models):
+        more = SCHEMES if record.schemes else ()
+        check_known(experiment, record.parts, [name for name in only if name not in more], more)
+
+
+def check_known(
+    experiment: str, parts: Iterable[str], names: Iterable[str], schemes: Iterable[str] = ()
+) -> None:
+    """ValueError, with the nearest, for a name that is no part of an experiment. schemes: names that are near too."""
+    parts, schemes = list(parts), list(schemes)
     listed = ("; " if any("," in part for part in parts) else ", ").join(parts)
     for name in names:
         if name not in parts:
-            raise ValueError(f"unknown part {name!r} of {experiment}; the parts are {listed}")
+            near = difflib.get_close_matches(name, [*parts, *schemes], n=1, cutoff=0.6)
+            hint = f"the nearest is {near[0]}; " if near else ""
+            more = "; schemes too (ao-lab schemes lists them)" if schemes else ""
+            raise ValueError(f"unknown part {name!r} of {experiment}; {hint}the parts are {listed}{more}")

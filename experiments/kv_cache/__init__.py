@@ -2,4 +2,12 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=59, trained=False, real=True)
+EXPERIMENT = Experiment(
+    order=59,
+    trained=False,
+    real=True,
+    parts=(
+        "sums", "needle", "models", "speed", "generate", "generate_long", "step", "bfloat16", "fp8", "fp8_residual", "int8",
+        "int4", "int4_tokens", "mxfp8", "mxfp4", "nvfp4", "nf4", "int2",
+    ),
+)  # fmt: skip

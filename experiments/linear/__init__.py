@@ -2,4 +2,6 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=45, compressed=True, trained=False)
+EXPERIMENT = Experiment(
+    order=45, compressed=True, trained=False, parts=("weights", "activations", "experts", "torchao")
+)

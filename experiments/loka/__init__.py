@@ -2,4 +2,8 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=60, trained=False)
+EXPERIMENT = Experiment(
+    order=60,
+    trained=False,
+    parts=("probe", "cost", "kernels", "schemes", "trajectory", "policies", "speed", "shapes"),
+)

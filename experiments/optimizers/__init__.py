@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=58)
+EXPERIMENT = Experiment(order=58, parts=("updates", "speed", "paired"))

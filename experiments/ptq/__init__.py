@@ -2,4 +2,11 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=20, compressed=True, real=True, tasks=("language model", "encoder", "speech"))
+EXPERIMENT = Experiment(
+    order=20,
+    compressed=True,
+    real=True,
+    tasks=("language model", "encoder", "speech"),
+    parts=("encoders", "speech"),
+    schemes=True,
+)

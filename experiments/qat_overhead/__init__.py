@@ -3,4 +3,6 @@
 from experiments.harness.registry import Experiment
 
 #: Time and memory of training; on a CPU tiny stand-ins go the same way.
-EXPERIMENT = Experiment(order=70, trained=False, part_of="qat")
+EXPERIMENT = Experiment(
+    order=70, trained=False, part_of="qat", parts=("eager", "compiled", "whole", "products")
+)

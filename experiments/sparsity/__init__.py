@@ -3,5 +3,9 @@
 from experiments.harness.registry import Experiment
 
 EXPERIMENT = Experiment(
-    compressed=True, order=58, real=True, folders=("reference", "fast", "ao_lab", "experiments/fp8_training")
+    compressed=True,
+    order=58,
+    real=True,
+    folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
+    parts=("vision", "language", "products", "linear", "blocks", "vit", "sam", "decode"),
 )

@@ -18,7 +18,7 @@ import torch
 
 import reference
 from ao_lab import __version__
-from ao_lab.cli import doctor, plugins
+from ao_lab.cli import app, doctor, plugins
 from ao_lab.cli.app import main
 from ao_lab.cli.listings import WITHOUT_EFFECT, bit_fields, config_classes, options_of
 from ao_lab.cli.schemes import bits_per_value, block_text, meaning, told_fields
@@ -418,6 +418,18 @@ def test_what_libraries_warn_of_while_imported_is_quiet(monkeypatch, flags):
     finally:
         ours.handlers = before[1]
         ours.setLevel(before[2])
+
+
+def test_waiting_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
+    """On a busy host spinning threads take the cores from those that compute."""
+    monkeypatch.setattr(app, "leave", lambda code: None)
+    monkeypatch.setattr(app, "main", lambda: 0)
+    for given, wanted in ((None, "passive"), ("active", "active")):
+        monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+        if given is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        app.entry()
+        assert os.environ["OMP_WAIT_POLICY"] == wanted
 
 
 def test_help_imports_nothing_heavy():

@@ -3,12 +3,16 @@
 import subprocess
 import sys
 
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
 from ao_lab.calibration.methods import METHODS
 from ao_lab.cli import early
 from ao_lab.cli.app import main
-from ao_lab.cli.terminal import INTERRUPTED
-from ao_lab.eval import NAMED
-from ao_lab.measure import compare, times
+from ao_lab.cli.terminal import INTERRUPTED, WrongInput
+from ao_lab.eval import NAMED, TASKS
+from ao_lab.measure import asked, compare, times
 
 COMMANDS = {
     "there is no folder nowhere": ["compare", "nowhere"],
@@ -29,6 +33,22 @@ COMMANDS = {
     "--method awq needs calibration data": ["compare", "model", "--method", "awq"],
     "the nearest are mxfp4": ["quantize", "model", "out", "--config", "mxfp5"],
     "has no option group; the nearest is group_size": ["quantize", "model", "out", "--config", "Int4WeightOnlyConfig group=3"],
+    "--length 4096: the model takes at most 128 tokens": ["compare", "model", "--length", "4096"],
+    "the new tokens are 4112, and the model": ["bench", "--model", "model", "--new-tokens", "4096"],
+    "model has no tokenizer.json": ["compare", "model", "mxfp4"],
+    "unknown task 'perplexty'; the nearest is perplexity": ["eval", "model", "--tasks", "perplexty"],
+    "agreement compares with the model's base": ["eval", "model", "--tasks", "agreement"],
+    "--skip lm_hed: no layer or submodule has this name; the nearest is lm_head": [
+        "quantize", "model", "out", "--config", "mxfp4", "--skip", "lm_hed",
+    ],
+    "--skip q-proj: no layer or submodule has this name; the nearest is q_proj": [
+        "choose", "model", "--out", "p", "--config", "mxfp4", "--calibration", "t", "--skip", "q-proj",
+    ],
+    "--config mxfp7 is no configuration": ["tune", "model", "--config", "mxfp7"],
+    "unknown experiment 'ptqq'; the nearest are ptq": ["reproduce", "ptqq"],
+    "unknown part 'int8_rowise' of ptq; the nearest is int8_rowwise": ["reproduce", "ptq", "--only", "int8_rowise"],
+    "unknown part 'sped' of loka; the nearest is speed": ["reproduce", "loka", "--only", "sped", "--device", "cuda"],
+    "--model nowhere is no folder and no name": ["reproduce", "ptq", "--model", "nowhere"],
     "in quotes: --config 'Int4WeightOnlyConfig group_size=32'": [
         "quantize", "model", "out", "--config", "Int4WeightOnlyConfig,group_size=32",
     ],
@@ -46,8 +66,10 @@ assert "torch" not in sys.modules
 
 def test_mistakes_are_answered_without_torch(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 128, "vocab_size": 300}')
+    save_file(
+        {"model.layers.0.self_attn.q_proj.weight": np.zeros(1)}, tmp_path / "model" / "model.safetensors"
+    )
     program = PROGRAM.format(commands=list(COMMANDS.values()))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -60,8 +82,21 @@ def test_mistakes_are_answered_without_torch(tmp_path):
 def test_names_are_those_of_the_modules():
     assert set(early.NAMED_TEXTS) == set(NAMED)
     assert tuple(METHODS) == early.METHODS
+    assert TASKS == asked.TASKS
     assert set(early.WITHOUT_DATA) == {name for name, kind in METHODS.items() if not kind().calibrates}
     assert (early.COMPARISON, early.BENCHMARK) == (compare.FILE, times.FILE)
+
+
+def test_names_that_transformers_may_have_pass(tmp_path):
+    """Those of layers that are not in the files, unless they are almost one of these; and of models with experts."""
+    save_file({"a.layers.0.gate_proj.weight": np.zeros(1)}, tmp_path / "model.safetensors")
+    early.check_skip(
+        tmp_path, ["lm_head", "gate_proj", "a.layrs", "re:.*gate_prj", "vision_tower", "gate_up_proj"]
+    )
+    with pytest.raises(WrongInput, match="nearest is gate_proj"):
+        early.check_skip(tmp_path, ["gate_prj"])
+    save_file({"a.experts.0.gate_proj.weight": np.zeros(1)}, tmp_path / "model.safetensors")
+    early.check_skip(tmp_path, ["gate_prj"])
 
 
 def test_ctrl_c_is_answered_wherever_it_comes(monkeypatch, capsys, tmp_path):

@@ -439,3 +439,18 @@ def test_generate_is_timed_with_the_threads_that_the_dense_model_needs(folder, t
     assert {row.mode for row in found.of("generate")} == {"eager, 1 thread"}
     assert [row.name for row in found.of("generate")] == ["bfloat16", "nf4", "int8_rowwise"]
     assert any("generate() of batch 1: timed with one thread, as 2 threads" in note for note in found.notes)
+
+
+def test_generate_on_a_crowded_host_is_noisy(monkeypatch):
+    """However few rounds agree: two of a busy minute say nothing of a speedup."""
+    monkeypatch.setattr("os.getloadavg", lambda: (10.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("ao_lab.measure.benchmark.check_language_model", lambda *_: None)
+    work = Work("cpu", {"nf4": lambda model: None}, torch.float32, rounds=2, threads={1: 1})
+    monkeypatch.setattr(work, "in_turn", lambda *_: {"float32": [2.0, 2.0], "nf4": [1.0, 1.0]})
+    base, own = work.generation(nn.Linear(2, 2), None, 1, 2, "eager")
+    assert (base.doubt, own.doubt) == ("", "the host had more than 3 processes to run on 2 cores")
+    monkeypatch.setattr("os.getloadavg", lambda: (2.9, 0.0, 0.0))
+    again = Work("cpu", {"nf4": lambda model: None}, torch.float32, rounds=2, threads={1: 1})
+    monkeypatch.setattr(again, "in_turn", lambda *_: {"float32": [2.0, 2.0], "nf4": [1.0, 1.0]})
+    assert [row.doubt for row in again.generation(nn.Linear(2, 2), None, 1, 2, "eager")] == ["", ""]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ao_lab import SchemeConfig, evaluate, quantize_
-from ao_lab.measure.folders import as_fields, context_of, device_of
+from ao_lab.measure.asked import as_fields, context_of
+from ao_lab.measure.folders import device_of
 from tests.support.models.hf_models import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")

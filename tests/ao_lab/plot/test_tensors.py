@@ -13,7 +13,7 @@ import reference
 plot = pytest.importorskip("ao_lab.plot", exc_type=ImportError)
 pytest.importorskip("matplotlib")
 from ao_lab.plot.tensors import scales_of, stored  # noqa: E402
-from ao_lab.plot.tradeoff import frontier  # noqa: E402
+from ao_lab.plot.tradeoff import APART, frontier, side_by_side  # noqa: E402
 
 X = np.random.default_rng(7).standard_normal((128, 512)).astype(np.float32)
 
@@ -158,7 +158,7 @@ def test_a_legend_says_what_colours_and_bars_are():
         plot.Point("b", 2, 2.5),
         plot.Point("base", 9, 1.0, reference=True),
     ]
-    for given, said in ((points, 5), (points[:1], 2), (points[1:2], 1)):
+    for given, said in ((points, 4), (points[:1], 2), (points[1:2], 1)):
         legend = plot.tradeoff(given, scale=1).axes[0].get_legend()
         assert len(legend.get_texts()) == said
     assert legend.get_texts()[0].get_text().startswith("no other is as good")
@@ -180,7 +180,18 @@ def test_better_is_paired_where_windows_are_known_and_the_loss_alone_elsewhere()
     )
     for points, best, said in cases:
         assert [one.name for one in frontier(points)] == best
-        assert said in plot.tradeoff(points).axes[0].get_legend().get_texts()[-1].get_text()
+        assert said in plot.tradeoff(points).axes[0].get_legend().get_title().get_text()
+
+
+def test_bars_of_about_the_same_size_stand_side_by_side():
+    """And others where their costs are."""
+    points = [plot.Point("a", 50, 2.0, 0.1), plot.Point("b", 50.01, 2.01, 0.1), plot.Point("c", 51, 2.0, 0.1)]
+    points.append(plot.Point("base", 150, 1.9, reference=True))
+    at = side_by_side(points)
+    assert [at[one] for one in points[2:]] == [51, 150]
+    assert at[points[1]] - at[points[0]] == pytest.approx(APART * 100)
+    assert at[points[0]] < 50.005 < at[points[1]]
+    assert side_by_side(points[:1]) == {points[0]: 50}
 
 
 def test_a_name_lies_on_no_other_point_once_the_figure_is_laid_out():
@@ -189,6 +200,7 @@ def test_a_name_lies_on_no_other_point_once_the_figure_is_laid_out():
     figure = plot.tradeoff(points, scale=1)
     figure.canvas.draw()
     (axis,) = figure.axes
-    spots = [axis.transData.transform((one.cost, one.loss)) for one in points]
+    drawn = [one.lines[0].get_xydata()[0] for one in axis.containers[: len(points)]]
+    spots = [axis.transData.transform(one) for one in drawn]
     boxes = boxes_of(axis)
     assert not any(box.contains(*spot) for box in boxes for spot in spots)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import experiments
 from experiments import EXPERIMENTS
 from experiments.data.evaluation import Error, mean_and_error
+from experiments.decode.configs import CONFIGS
 from experiments.formats import page
 from experiments.formats import run as formats
 from experiments.harness import registry, revision
@@ -18,6 +20,7 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
 from experiments.models import quantized_model as pairing
 from experiments.ptq import run as ptq
+from experiments.ptq.real import PARTS
 from experiments.runs import run as harness_run
 from experiments.runs.run import settings_for, text_for
 from reference import SCHEMES
@@ -378,3 +381,27 @@ def test_parts_are_listed_so_that_each_can_be_copied():
     with pytest.raises(ValueError, match=r"unknown part 'x' of e; the parts are a, with c; b$"):
         registry.check_known("e", ["a, with c", "b"], ["b", "x"])
     registry.check_known("e", ["a, with c", "b"], ["b", "a, with c"])
+
+
+def test_parts_are_those_of_the_module_that_measures():
+    """Records name them so that an unknown one is refused before torch is imported."""
+    for name, one in EXPERIMENTS.items():
+        check = getattr(one.run_module(), "check_parts", None) if one.parts else None
+        listed = check.args[1] if isinstance(check, partial) else None
+        assert listed is None or sorted(one.parts) == sorted(listed), name
+        assert one.parts == () or name in (*registry.LIMITED, "decode")
+    assert set(EXPERIMENTS["decode"].parts) == {
+        word for config in CONFIGS for word in (config.setting, config.method)
+    }
+    assert set(EXPERIMENTS["ptq"].parts) == set(PARTS)
+    given = {
+        "ptq": ["encoders", "nvfp4"],
+        "decode": ["nvfp4", "int8wo"],
+        "calibration": ["gptq"],
+        "loka": ["speed"],
+    }
+    for name, only in given.items():
+        registry.check_only(name, only, False)
+    registry.check_only("kv_cache", ["whatever its recipes are"], True)
+    with pytest.raises(ValueError, match="unknown part 'nvfp5' of ptq; the nearest is nvfp4"):
+        registry.check_only("ptq", ["nvfp5"], True)
