@@ -148,8 +148,9 @@ def predictions_found(rows: Sequence[Row], brief: bool = False) -> list[str]:
 
 
 def largest_run(runs: dict[Where, Results]) -> tuple[Where, Results] | None:
-    """The run of the largest scale over the most text; None without any."""
-    return max(runs.items(), key=lambda run: (run[0].scale == "full", tokens_of(run[0])), default=None)
+    """The run of the largest scale over the most text, of equal ones the last; None without any."""
+    last_first = reversed(list(runs.items()))
+    return max(last_first, key=lambda run: (run[0].scale == "full", tokens_of(run[0])), default=None)
 
 
 def tokens_of(where: Where) -> int:
