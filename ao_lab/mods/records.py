@@ -240,13 +240,20 @@ def _unfuse(place: Place) -> None:
     unfuse_layers_(place.module)
 
 
+def _fuse_reason(place: Place) -> str | None:
+    if isinstance(place.module, FusedRMSNorm):
+        return "it is fused already"
+    if isinstance(place.module, nn.LayerNorm):
+        return "torch's LayerNorm is one kernel each way; fast.layer_norm_quantize writes its codes, without a gradient"
+    return norm_reason(place.module)
+
+
 FUSED_NORM = register(
     Mod(
-        "fused_norm", True, "RMSNorm as one kernel each way (`fast.rms_norm_quantize` writes codes in the same pass)",
+        "fused_norm", True, "RMSNorm as one kernel each way; codes of a norm, without a gradient: `fast.rms_norm_quantize`",
         "none; the last bit may differ where a module rounds before the weight",
-        lambda m: is_norm_like(m) or isinstance(m, FusedRMSNorm), _fuse, _unfuse, lambda m: isinstance(m, FusedRMSNorm),
-        lambda place: "it is fused already" if isinstance(place.module, FusedRMSNorm) else norm_reason(place.module),
-        "open HSTU code: the norm writes bfloat16 and FP8 codes",
+        lambda m: is_norm_like(m) or isinstance(m, (FusedRMSNorm, nn.LayerNorm)), _fuse, _unfuse,
+        lambda m: isinstance(m, FusedRMSNorm), _fuse_reason, "open HSTU code: the norm writes bfloat16 and FP8 codes",
     )
 )  # fmt: skip
 
