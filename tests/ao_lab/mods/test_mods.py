@@ -108,7 +108,10 @@ def test_reports_say_why_others_stay(model):
 
 def test_a_layer_norm_is_one_kernel_already(model):
     left = apply_mods_(model, "fused_norm").left
-    assert {line.name: "fast.layer_norm_quantize" in line.reason for line in left} == {"norm": True, "odd": True}
+    assert {line.name: "fast.layer_norm_quantize" in line.reason for line in left} == {
+        "norm": True,
+        "odd": True,
+    }
 
 
 def test_block_norm_and_hard_swish():
