@@ -8,11 +8,11 @@ from ao_lab.kv_cache.recipe import RECIPES
 from experiments.harness.rows import Row
 from experiments.kv_cache import speed_page
 from experiments.kv_cache.needle import METHODS
-from experiments.kv_cache.run import ALL, CHAINS, ERROR, FOUND, LAST, NEEDLE, SUMS, UNLIKE
+from experiments.kv_cache.run import ALL, BESIDE, CHAINS, ERROR, FOUND, GROWING, LAST, NEEDLE, SUMS, UNLIKE
 from experiments.models.causal_lm import REAL
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import NARROW, curves
-from experiments.report.real_runs import PREDICTED, divergences, predicted_cells, relative
+from experiments.report.real_runs import KL, KL_ERROR, PREDICTED, predicted_cells, relative
 from experiments.report.results import Results, Where, best_run, by_run, number
 from reference.attention.window import Window
 
@@ -29,6 +29,8 @@ ABOUT = (
         "the context."
     ),
 )
+#: The recipe that quantizes nothing: what the attention alone changes. Tokens of a long context, at which bytes are told too.
+UNQUANTIZED, LONG = "bfloat16", 8192
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("kv-cache-sums-full", "kv-cache-sums-quick")
 SUM_TEXT = (
@@ -45,8 +47,7 @@ NEEDLE_TEXT = (
     "are as above.",
 )
 MODEL_TEXT = (
-    "Every token is predicted from the cache, its own keys and values too; changes are from the model's own predictions. No "
-    "row is of an unquantized cache through the same attention, so how much of a change is the attention's is not known here. "
+    "Every token is predicted from the cache, its own keys and values too; changes are from the model's own predictions. "
     "After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over documents where "
     "there are several. The last quarter of a window has the longest context.",
 )
@@ -59,12 +60,38 @@ def near(recipe: str) -> str:
     return " and ".join(f"the {name} {count}" for name, count in counts.items() if count)
 
 
+def by_tokens(methods: Sequence[str]) -> dict[str, list[str]]:
+    """Recipes that quantize something, by the tokens that they leave unquantized; those that quantize all first."""
+    found: dict[str, list[str]] = {}
+    for method in sorted((one for one in methods if one != UNQUANTIZED), key=lambda one: bool(near(one))):
+        found.setdefault(near(method), []).append(method)
+    return found
+
+
 def unlike(methods: Sequence[str]) -> str:
     """A sentence on the recipes of a list that quantize some tokens only; "" where each quantizes all."""
-    words = [f"{name} leaves {tokens} tokens unquantized" for name in methods if (tokens := near(name))]
-    rest = [name for name in methods if not near(name)]
+    groups = by_tokens(methods)
+    rest = groups.pop("", [])
+    words = [
+        f"{', '.join(names)} {'leave' if len(names) > 1 else 'leaves'} {tokens} tokens unquantized"
+        for tokens, names in groups.items()
+    ]
     others = f", {', '.join(rest)} none" if rest else ""
     return f"{'; '.join(words)}{others}" if words else ""
+
+
+def divergence_words(results: Results) -> str:
+    """KL of recipes beside others that quantize the same tokens, and of an unquantized cache through the same attention."""
+    found = {name: results.with_half(ALL, name, KL, KL_ERROR) for name in results.methods}
+    groups = by_tokens([name for name, cell in found.items() if cell])
+    words = [
+        (f"with {tokens} tokens unquantized " if tokens else "")
+        + ", ".join(f"{name} {found[name]}" for name in names)
+        for tokens, names in groups.items()
+    ]
+    floor = found.get(UNQUANTIZED)
+    words += [f"the same attention over an unquantized cache {floor}"] if floor and words else []
+    return "; ".join(words)
 
 
 def kinds(rows: Sequence[Row]) -> list[str]:
@@ -109,20 +136,25 @@ def predictions_found(rows: Sequence[Row], brief: bool = False) -> list[str]:
     """Divergences and changes of perplexity of each model, on the last text of its largest run; brief: the first of them."""
     words = []
     for kind in kinds(rows):
-        best = best_run(by_run(rows, kind))
-        if best is None:
+        best = largest_run(by_run(rows, kind))
+        told = "" if best is None else divergence_words(best[1])
+        if best is None or not told:
             continue
         changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
-        parts = {
-            "KL from its own predictions, nats": divergences(best[1], ALL),
-            "change of perplexity": ", ".join(f"{method} {one}" for method, one in changes.items() if one),
-        }
-        told = "; ".join(
-            [f"{name}: {values}" for name, values in parts.items() if values][: 1 if brief else None]
-        )
-        told += f" ({said})" if told and (said := unlike(best[1].methods)) else ""
-        words += [f"{kind.removeprefix(REAL)} ({best[0]}), {told}."] if told else []
+        change = ", ".join(f"{method} {one}" for method, one in changes.items() if one)
+        told += f". Change of perplexity: {change}" if change and not brief else ""
+        words.append(f"{kind.removeprefix(REAL)} ({best[0]}), KL from its own predictions, nats: {told}.")
     return words
+
+
+def largest_run(runs: dict[Where, Results]) -> tuple[Where, Results] | None:
+    """The run of the largest scale over the most text; None without any."""
+    return max(runs.items(), key=lambda run: (run[0].scale == "full", tokens_of(run[0])), default=None)
+
+
+def tokens_of(where: Where) -> int:
+    """Tokens of text that a run is over."""
+    return 0 if where.windows is None else where.windows.count * where.windows.length
 
 
 def main_finding(rows: Sequence[Row]) -> str:
@@ -188,18 +220,41 @@ def needle_section(where: Where, results: Results) -> Section:
 
 def model_section(kind: str, where: Where, results: Results) -> Section:
     """A line for every recipe and part of the windows."""
+    contexts = dict.fromkeys(([where.windows.length] if where.windows else []) + [LONG])
     lines = [
         [
             method, setting, *predicted_cells(results, setting, method),
-            number(results.value(setting, method, "bytes a token"), 0),
+            *(number(bytes_per_token(results, setting, method, tokens), 0) for tokens in contexts),
         ]
         for method in results.methods
         for setting in (ALL, LAST)
     ]  # fmt: skip
-    columns = ["recipe", "predicted", *PREDICTED, "bytes a token"]
+    columns = ["recipe", "predicted", *PREDICTED, *(f"bytes a token, {tokens} tokens" for tokens in contexts)]
     table = Table("Predictions from what is stored", columns, lines, results.rows)
-    text = [*unquantized_words(where, results), *MODEL_TEXT]
+    text = [*unquantized_words(where, results), *MODEL_TEXT, floor_words(results)]
     return Section(f"{kind.removeprefix(REAL)} ({where})", text, [], [table])
+
+
+def bytes_per_token(results: Results, setting: str, method: str, tokens: int) -> float | None:
+    """Bytes a token of a sequence so long, tokens that stay unquantized counted; None where they were not measured."""
+    growing, beside = (results.value(setting, method, one) for one in (GROWING, BESIDE))
+    if beside is None and not near(method):
+        beside = 0.0
+    return None if growing is None or beside is None else growing + beside / tokens
+
+
+def floor_words(results: Results) -> str:
+    """What of a change is the attention's and not the cache's."""
+    floor = results.with_half(ALL, UNQUANTIZED, KL, KL_ERROR)
+    if not floor:
+        return (
+            "No row is of an unquantized cache through the same attention, so how much of a change is the attention's is not "
+            "known here."
+        )
+    return (
+        f"{UNQUANTIZED} is an unquantized cache through the same attention: a KL of {floor} is that of other rounding inside "
+        "attention, and a recipe that is no further from the model than that is not told from one that quantizes nothing."
+    )
 
 
 def unquantized_words(where: Where, results: Results) -> list[str]:
@@ -214,6 +269,6 @@ def unquantized_words(where: Where, results: Results) -> list[str]:
         else " fp8_residual, which leaves the same in 8 bits, has no row."
     )
     return [
-        f"**{said}**, so these are no differences of bits alone. In windows{length} tokens they are a large share of what is "
-        f"read, less in the last quarter, and bytes a token count them as quantized.{peer}"
+        f"**{said}**: compare those that leave the same tokens. In windows{length} tokens they are a large share of what is "
+        f"read, less in the last quarter. Bytes a token count them, beside the codes of all tokens.{peer}"
     ]

@@ -11,7 +11,8 @@ from caches in low precision and by FP8 sums: how many needles are found, and ho
 
 **A real model** (`real NAME`): every token of a window is predicted from a cache of ours, token by token as decoding would: the
 first token fills the cache, all others attend to what is stored, their own keys and values too. Changes are paired with the
-model's own predictions; standard errors are over documents.
+model's own predictions; standard errors are over documents. "bfloat16" is a cache that quantizes nothing: what its predictions
+differ by is the attention's rounding, not the cache's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.kv_cache import generation, speed
 from experiments.kv_cache.needle import METHODS, Plan, asked, trained
-from experiments.models.causal_lm import REAL, Bench, RealModel, values_of
+from experiments.models.causal_lm import HELD, REAL, Bench, RealModel, Remembered, values_of
 from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
 from experiments.runs.run import Settings, all_rows, published_shapes
 from reference.attention.attention import attention
@@ -55,13 +56,15 @@ ASKED = {"quick": (1, 4), "full": (5, 8)}
 CONTEXTS = {"quick": (1024, 8192, 32768, 131072), "full": tuple(2**n for n in range(9, 19))}
 CHAINS = {"one chain": None, "chains of 128 tokens": 128}
 #: Recipes by scale; tokens and number of windows.
-STORED = {"quick": ("fp8", "int4"), "full": tuple(RECIPES)}
+STORED = {"quick": ("bfloat16", "fp8", "fp8_residual", "int4"), "full": tuple(RECIPES)}
 LENGTH = {"quick": 192, "full": 2048}
 COUNT = {"quick": 2, "full": 32}
 #: What `--only` names beside recipes: parts, of a run on real models the first three alone.
 REAL_MODELS = "models"
 PARTS = (SUMS, NEEDLE, REAL_MODELS, speed.SPEED, generation.GENERATE, generation.LONG, generation.STEP)
 check_parts = partial(check_known, EXPERIMENT, (*PARTS, *RECIPES))
+#: Bytes that a token adds to a sequence, and those of a sequence of any length: unquantized tokens beside their codes.
+GROWING, BESIDE = "bytes a token", "bytes beside"
 #: Which tokens of a window are predicted: all, or the last quarter, which sees the longest context.
 ALL, LAST = "all positions", "last quarter"
 
@@ -215,7 +218,7 @@ class FromCache(nn.Module):
     def __init__(self, model: Any, recipe: str) -> None:
         super().__init__()
         self.model, self.recipe = model, recipe
-        use_kv_cache_(model, recipe)
+        self.settings = use_kv_cache_(model, recipe)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (batch, time, vocabulary)."""
@@ -235,11 +238,12 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     with bar(tables.kind, len(bench.windows) * len(recipes)) as step:
         for windows, recipe in itertools.product(bench.windows, recipes):
             table = table_name(tables.kind, settings.scale, windows.text.name)
+            model_of = cache(partial(read_back, bench, recipe))
             for setting, part in parts(windows).items():
                 place = Place(setting, recipe, settings.seed)
                 if not journal.finished(table, *place):
                     reason = deadline.reason(0.0)
-                    values = status(reason) if reason else attempt(partial(predicted, bench, part, recipe))
+                    values = status(reason) if reason else attempt(partial(predicted, bench, part, model_of))
                     keep(journal, failed, tables.rows(windows.text.name, place, values))
             step(f"{recipe}, {windows.text.name}")
     return failed
@@ -253,13 +257,17 @@ def parts(windows: TextWindows) -> dict[str, TextWindows]:
     return {ALL: windows, LAST: replace(windows, first=last, share=share)}
 
 
-def predicted(bench: Bench, windows: TextWindows, recipe: str) -> Values:
-    """Loss, perplexity and divergence beside the model's own predictions, and bytes a token of the cache."""
-    model = bench.copy()
-    settings = use_kv_cache_(model, recipe)
-    sums = measured(FromCache(model, recipe), windows, bench.remembered)  # type: ignore[arg-type]
-    assert settings is not None
-    return {**values_of(sums, windows), "bytes a token": (settings.bytes_per_token, "B")}
+def read_back(bench: Bench, recipe: str) -> Remembered:
+    """A copy of a model that predicts from a cache of a recipe, its predictions remembered: parts of a window share them."""
+    return Remembered(FromCache(bench.copy(), recipe), HELD[next(bench.base.parameters()).device.type])
+
+
+def predicted(bench: Bench, windows: TextWindows, model_of: Callable[[], Remembered]) -> Values:
+    """Loss, perplexity and divergence beside the model's own predictions, and bytes of the cache."""
+    model = model_of()
+    sums, settings = measured(model, windows, bench.remembered), model.model.settings  # type: ignore[arg-type]
+    held = {GROWING: settings.bytes_per_token, BESIDE: settings.bytes_beside}
+    return {**values_of(sums, windows), **{name: (value, "B") for name, value in held.items()}}
 
 
 __all__ = ["PARTS", "check_parts", "measured_whole", "run", "subject"]

@@ -192,8 +192,22 @@ def windows_for(
     return [token_windows(text, encode, length, count, beginning) for text in texts]
 
 
+class Uncached(nn.Module):
+    """A model's logits, without keys and values that nobody reads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary)."""
+        logits: Tensor = self.model(ids, use_cache=False).logits
+        return logits
+
+
 class Remembered(nn.Module):
-    """A model whose logits for the same ids are computed once, as long as they take no more than `limit` bytes together."""
+    """A module that returns logits: those of the same ids are computed once, as long as they take no more than `limit` bytes
+    together."""
 
     def __init__(self, model: nn.Module, limit: int) -> None:
         super().__init__()
@@ -205,23 +219,10 @@ class Remembered(nn.Module):
         key = ids.cpu().numpy().tobytes()
         if key in self.known:
             return self.known[key]
-        logits: Tensor = self.model(ids, use_cache=False).logits
+        logits: Tensor = self.model(ids)
         if logits.nbytes <= self.left:
             self.left -= logits.nbytes
             self.known[key] = logits
-        return logits
-
-
-class Uncached(nn.Module):
-    """A model's logits, without keys and values that nobody reads."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits (batch, time, vocabulary)."""
-        logits: Tensor = self.model(ids, use_cache=False).logits
         return logits
 
 
@@ -246,7 +247,7 @@ class Bench:
         base = load(model, device)
         for one in windows:
             check_vocabulary(base, one.ids, model.folder)
-        return cls(model, base, Remembered(base, HELD[device]), tuple(windows))
+        return cls(model, base, Remembered(Uncached(base), HELD[device]), tuple(windows))
 
     def copy(self) -> nn.Module:
         """A copy of the model that may be changed."""

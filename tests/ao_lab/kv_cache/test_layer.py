@@ -68,6 +68,23 @@ def test_by_operations_of_torch(name):
     assert (found - expected).abs().max() <= 64 * 2.0**-24 * expected.abs().max() * 4
 
 
+def test_scores_of_16_bit_tensors_are_not_rounded(monkeypatch):
+    """Scores to 40 of operands that bfloat16 holds: rounded they would be off by 0.1, weights by a tenth."""
+    exact = [x.bfloat16().float() for x in states()]
+    monkeypatch.setitem(globals(), "states", lambda: exact)
+
+    def function(q, keys, values, length):
+        return by_torch(4 * q.bfloat16(), keys, values, length, None, 1.0, True, 0.0)
+
+    def specified(q, keys, values, length):
+        return attention(4 * q, keys, values, length, scale=1.0)
+
+    recipe = KVRecipe(key="mxfp8_e4m3", value="mxfp8_e4m3", residual=3, sinks=1)
+    found, expected = (attended(recipe, [4, 17], one)[0] for one in (function, specified))
+    assert found.dtype == torch.bfloat16
+    assert ((found.float() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-5).all()
+
+
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("left", [2, 13, 20])
 def test_forgotten_tokens(name, left):

@@ -43,26 +43,31 @@ def test_a_real_model(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "HAYSTACKS", {"quick": ()})
     asked = RealModels(models=(str(folder),), windows=2, length=16)
     settings = replace(settings_for("quick", "cpu", tmp_path), models=asked.models, asked=asked)
-    predicted, journal = run.predicted, Journal()
+    read_back, journal, read = run.read_back, Journal(), []
 
-    def without_fp8(bench, windows, recipe):
+    def without_fp8(bench, recipe):
+        read.append(recipe)
         if recipe == "fp8":
             raise ValueError("no fp8 today")
-        return predicted(bench, windows, recipe)
+        return read_back(bench, recipe)
 
-    monkeypatch.setattr(run, "predicted", without_fp8)
+    monkeypatch.setattr(run, "read_back", without_fp8)
     rows = run.run(settings, journal)
     said = {(one.setting, one.method): one.metric for one in rows if one.metric.startswith("status")}
-    failed = "status: error: ValueError: no fp8 today"
+    failed, others = "status: error: ValueError: no fp8 today", ["bfloat16", "fp8_residual", "int4"]
     assert said == {(part, recipe): failed if recipe == "fp8" else "status: ok"
-                    for part in (ALL, LAST) for recipe in ("fp8", "int4")}  # fmt: skip
-    assert {one.method for one in journal.rows} == {"int4"}
-    monkeypatch.setattr(run, "predicted", predicted)
+                    for part in (ALL, LAST) for recipe in ("fp8", *others)}  # fmt: skip
+    assert {one.method for one in journal.rows} == set(others)
+    # Both parts of a window are of the same predictions.
+    assert [one for one in read if one != "fp8"] == others
+    monkeypatch.setattr(run, "read_back", read_back)
     rows = run.run(settings, journal)
     assert {one.metric for one in rows if one.metric.startswith("status")} == {"status: ok"}
     change = {one.method: one.value for one in rows if (one.setting, one.metric) == (ALL, "KL")}
     # All of so few tokens are read as computed.
-    assert 0 <= change["int4"] < change["fp8"]
+    assert 0 <= change["bfloat16"] == change["int4"] == change["fp8_residual"] < change["fp8"]
+    beside = {one.method: one.value for one in rows if (one.setting, one.metric) == (ALL, run.BESIDE)}
+    assert beside["bfloat16"] == beside["fp8"] == 0 < beside["fp8_residual"] == beside["int4"]
 
 
 def test_needles():
@@ -92,6 +97,10 @@ def test_page():
         "loss, change": 0.0,
         "loss, standard error of the change": 0.01,
         "windows": 4.0,
+        "tokens of a window": 512.0,
+        "KL": 0.003,
+        "KL, standard error": 1e-4,
+        run.GROWING: 100.0,
     }
     rows += [row("real m/full/text", ALL, "fp8", metric, value) for metric, value in known.items()]
     found = page.findings(rows)
@@ -101,19 +110,52 @@ def test_page():
     )
     # Student's t of three degrees of freedom: 3.18 times a standard error of 1 percent.
     assert "fp8 +0.1 ± 3.2%" in found[2]
-    assert page.main_finding(rows).startswith(found[2])
+    assert page.main_finding(rows).startswith(found[2].split(". Change")[0])
     assert found[1].rstrip(".") in page.main_finding(rows)
     saturated = [replace(one, value=100.0) if one.metric == run.FOUND else one for one in rows]
     assert "the test tells none apart" in page.findings(saturated)[1]
     assert "needle" not in page.main_finding(saturated)
     assert [section.title.split(" (")[0] for section in page.sections(rows)] == ["FP8 sums", "A needle", "m"]
     assert "unquantized" not in found[2]
+    assert "No row is of an unquantized cache" in page.sections(rows)[-1].paragraphs[-1]
     rows += [row("real m/full/text", ALL, "int4", metric, value) for metric, value in known.items()]
-    left = "int4 leaves the first 4 and the latest 64 tokens unquantized, fp8 none"
-    assert left in page.findings(rows)[2]
     first = page.sections(rows)[-1].paragraphs[0]
-    assert left in first
+    assert "int4 leaves the first 4 and the latest 64 tokens unquantized, fp8 none" in first
     assert "fp8_residual, which leaves the same in 8 bits, has no row" in first
+
+
+def test_recipes_stand_beside_those_that_leave_the_same_tokens_and_an_unquantized_cache():
+    """KL by tokens that stay unquantized, the attention's own; bytes a token with those tokens; the run of most text."""
+    recipes = {
+        "bfloat16": (0.0004, 400),
+        "fp8": (0.005, 200),
+        "fp8_residual": (0.003, 200),
+        "int4": (0.004, 100),
+    }
+    rows = [row("real m/full/text", ALL, recipe, metric, value)
+            for recipe, (kl, held) in recipes.items() for metric, value in {
+                "KL": kl, "KL, standard error": 1e-4, "windows": 4.0, "tokens of a window": 512.0, run.GROWING: held,
+                run.BESIDE: 51200.0 if page.near(recipe) else 0.0}.items()]  # fmt: skip
+    less = [
+        replace(one, device="z", value=64.0 if one.metric == "tokens of a window" else one.value)
+        for one in rows
+    ]
+    assert page.findings(rows + less) == [
+        "m (short run, CPU, 4 windows of 512 tokens, text), KL from its own predictions, nats: fp8 0.00500 ± 0.00032; with the "
+        "first 4 and the latest 64 tokens unquantized fp8_residual 0.00300 ± 0.00032, int4 0.00400 ± 0.00032; the same "
+        "attention over an unquantized cache 0.00040 ± 0.00032."
+    ]
+    section = page.sections(rows)[-1]
+    assert "a KL of 0.00040 ± 0.00032" in section.paragraphs[-1]
+    table = section.tables[0]
+    assert table.columns[-2:] == ["bytes a token, 512 tokens", "bytes a token, 8192 tokens"]
+    held = {line[0]: line[-2:] for line in table.lines if line[1] == ALL}
+    assert held == {
+        "bfloat16": ["400", "400"],
+        "fp8": ["200", "200"],
+        "fp8_residual": ["300", "206"],
+        "int4": ["200", "106"],
+    }
 
 
 def test_decode_attention_is_timed_and_what_is_missing_or_fails_says_so(monkeypatch):

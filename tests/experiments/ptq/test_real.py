@@ -22,6 +22,7 @@ from experiments.models import causal_lm, serving
 from experiments.models.causal_lm import (
     IN_MEMORY,
     Remembered,
+    Uncached,
     linears,
     model_name,
     of_folder,
@@ -287,7 +288,7 @@ def test_predictions_are_remembered_up_to_a_limit():
             return type("Result", (), {"logits": torch.zeros(*ids.shape, 8)})
 
     model = Logits()
-    remembered = Remembered(model, limit=4 * 8 * 4)
+    remembered = Remembered(Uncached(model), limit=4 * 8 * 4)
     for ids in ([0, 1, 2, 3], [4, 5, 6, 7]) * 3:
         remembered(torch.tensor([ids]))
     assert model.calls == 1 + 3
