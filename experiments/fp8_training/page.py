@@ -404,7 +404,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 def main_finding(rows: Sequence[Row]) -> str:
     """How fast blocks and whole models train, and whether their loss is that of bfloat16, on each text."""
-    words = [one.text for one in speed_headlines(rows)]
+    words = [f"{', '.join(one.runs)}: {one.text[:1].lower()}{one.text[1:]}" for one in speed_headlines(rows)]
     return ". ".join([*words, *speeds_found(rows), *converged(rows)])
 
 

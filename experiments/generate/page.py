@@ -174,13 +174,19 @@ def cards(rows: Sequence[Row]) -> list[Card]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """Ours beside torchao's, compiled, in one process."""
-    runs = {where: one for where, one in timed(rows) if where.data == Stage(DEPTH, "").data}
-    run, setting = best_run(runs), f"batch 1, {COMPILED}, beside torchao"
-    names = ("int4 g128", "torchao int4wo", "int8", "torchao int8wo")
+    """The whole model, and eight layers beside torchao's in one process, both compiled."""
+    names, setting = ("int4 g128", "int8"), f"batch 1, {COMPILED}"
+    beside = ("int4 g128", "torchao int4wo", "int8", "torchao int8wo")
+    found = [said_of(rows, WHOLE, setting, names), said_of(rows, DEPTH, f"{setting}, beside torchao", beside)]
+    return f"batch 1, compiled, over bfloat16: {'; '.join(filter(None, found))}" if any(found) else ""
+
+
+def said_of(rows: Sequence[Row], layers: int, setting: str, names: Sequence[str]) -> str:
+    """Speeds of so many layers on the last device that timed them; "" of none."""
+    run = best_run({where: one for where, one in timed(rows) if where.data == Stage(layers, "").data})
     found = {name: run[1].value(setting, name, SPEED) for name in names} if run else {}
     words = [f"{name} {speed:.2f}" for name, speed in found.items() if speed is not None]
-    return f"eight layers at batch 1, compiled, over bfloat16: {', '.join(words)}" if words else ""
+    return f"{layers} layers ({run[0].device}) {', '.join(words)}" if run and words else ""
 
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:

@@ -29,6 +29,7 @@ from experiments.report.content import (
     Headline,
     Section,
     Table,
+    devices_of,
     headlines_of,
     member,
     readable,
@@ -127,7 +128,8 @@ def main_finding(rows: Sequence[Row]) -> str:
         speeds = [(count, found[part].value(setting_of(count), name, SPEED)) for count in QUOTED_ROWS]
         said = [f"{speed:.2f} at {count}" for count, speed in speeds if speed is not None]
         words += [f"{called} {', '.join(said)}"] if said else []
-    text = f"over bfloat16, {readable(SHAPE)}: {'; '.join(words)} tokens" if words else ""
+    devices = ", ".join(devices_of(found["weights"].rows))
+    text = f"over bfloat16, {readable(SHAPE)} ({devices}): {'; '.join(words)} tokens" if words else ""
     ratios = {name: best_over_torchao(found[TORCHAO], name) for name in (DEFAULT, "int8")}
     beside = [f"{QUOTED[name][1]} {ratio:.2f}" for name, ratio in ratios.items() if ratio]
     return text + (f". Over torchao's layer, 1 token: {', '.join(beside)}" if beside else "")
