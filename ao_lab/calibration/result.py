@@ -11,6 +11,9 @@ from torch import nn
 CALIBRATION = "ao_lab_calibration"
 #: Experts of a weight that a report shows one by one.
 SHOWN = 8
+#: Held-out tokens from which on errors of two candidates that differ by some percent can be told apart: the mean of so many
+#: squares, were they independent and normal, is known to a seventh.
+FEW = 100
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,21 @@ def together(results: Sequence[LayerResult]) -> str:
     return f"{first.method}, {ratios[0]:.3f} to {ratios[-1]:.3f} of {what}"
 
 
+def few_judges(results: Sequence[LayerResult]) -> str:
+    """That few held-out tokens decided, where they did for a layer as a whole (experts see some tokens alone); else ""."""
+    counts = [one.held_out for one in results if one.tokens and not one.experts]
+    if not counts or (least := min(counts)) >= FEW:
+        return ""
+    judged = f"{least} held-out tokens" if least else "the tokens that were read, none held out,"
+    return (
+        f"few tokens: {judged} decided which results were kept, too few to trust the ratios; a tenth of the calibration data "
+        f"is held out, so give {10 * FEW:,} tokens or more"
+    )
+
+
 def remember(model: nn.Module, results: Mapping[str, LayerResult]) -> None:
     """Keep results with a model, for reports."""
     object.__setattr__(model, CALIBRATION, {**getattr(model, CALIBRATION, {}), **results})
 
 
-__all__ = ["LayerResult"]
+__all__ = ["LayerResult", "few_judges"]

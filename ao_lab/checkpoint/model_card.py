@@ -97,6 +97,10 @@ SERVED_ARCHITECTURES = frozenset(
 )  # fmt: skip
 
 
+#: Model types that GGUF is written for (`ao_lab.clients.gguf.architectures`).
+GGUF_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+
+
 @dataclass(frozen=True)
 class Loader:
     """A class of transformers, and the Hub's name of what its models do."""
@@ -428,6 +432,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
                 ),
                 "`dtype=` is the dtype of the computation; quantized weights and scales stay as stored. Or with ao_lab alone:",
                 ours,
+                *exported(contents, name),
             ]
         )
     return "\n\n".join(
@@ -440,8 +445,36 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             _served(contents, weights, name),
             "With ao_lab, which keeps the weights quantized in memory:",
             ours,
+            *exported(contents, name),
         ]
     )
+
+
+def exported(contents: Contents, name: str) -> list[str]:
+    """The command that makes a file for llama.cpp, where all weights are blocks of one; [] for others."""
+    recipes = [weight.meta.recipe for weight in contents.records.weights.values()]
+    if contents.config.get("model_type") not in GGUF_MODELS or not all(map(is_gguf_block, recipes)):
+        return []
+    command = code("sh", f"ao-lab export {shlex.quote(one_line(name))} model.gguf --embedding int8_g32_f16")
+    return [
+        "For llama.cpp (`--embedding` stores the embedding in 8 bits, as llama.cpp's own files do; without it in its dtype):",
+        command,
+    ]
+
+
+def is_gguf_block(recipe: Recipe) -> bool:
+    """Whether weights of a recipe are blocks of GGUF: integers under float16 scales for 32 elements or more, or MXFP4."""
+    scheme, block = recipe.weight, recipe.weight.scale.block
+    if (
+        recipe.activation is not None
+        or recipe.rotation
+        or scheme.zero is not None
+        or not isinstance(block, int)
+    ):
+        return False
+    integers = scheme.format.kind == "int" and scheme.scale.storage == "float16"
+    mxfp4 = (scheme.element, scheme.scale.storage) == ("float4_e2m1fn", "float8_e8m0fnu")
+    return (integers or mxfp4) and block > 0 and block % 32 == 0
 
 
 #: What a tokenizer brings along for conversations: a file of its own, or a field of its settings.

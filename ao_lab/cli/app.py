@@ -283,6 +283,14 @@ def export(
         FileFormat | None,
         typer.Option(help="File format. Default: by the suffix of OUT_FILE."),
     ] = None,
+    embedding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="GGUF: scheme of the embedding, and of a head that shares its weight, such as int8_g32_f16 (Q8_0), as "
+            "llama.cpp's own files have it. Default: its own dtype.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export a quantized model: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""
@@ -293,7 +301,7 @@ def export(
     with work("export", f"{out_file} was not written", as_json):
         from ao_lab.cli.export import run_export
 
-        run_export(model_dir, out_file, format.value if format else None, as_json)
+        run_export(model_dir, out_file, format.value if format else None, as_json, embedding)
 
 
 @app.command()

@@ -222,6 +222,7 @@ def run_plan(
         history=history_of(model),
     )
     told = {**where.told(saved.limits, target), "tensors": tensors, "beside": files, "plan": choice.heading()}
+    told["bits_per_parameter"] = quantize.bits_per_parameter(saved, model)
     quantize.show(report, saved, before, SkippedLayers(None), told, as_json)
 
 

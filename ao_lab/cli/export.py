@@ -18,7 +18,9 @@ from ao_lab.measure.folders import without_model
 FORMATS = ("gguf", "onnx")
 
 
-def run_export(source: Path, target: Path, form: str | None, as_json: bool) -> None:
+def run_export(
+    source: Path, target: Path, form: str | None, as_json: bool, embedding: str | None = None
+) -> None:
     """Write, and say what was written; WrongInput for a folder, a name or a scheme that cannot be."""
     form = form or target.suffix.removeprefix(".")
     if form not in FORMATS:
@@ -27,10 +29,12 @@ def run_export(source: Path, target: Path, form: str | None, as_json: bool) -> N
         raise WrongInput(f"{target} is there already; choose another name")
     if not (source / "config.json").is_file():
         raise WrongInput(without_model(source, "ao-lab quantize"))
+    if embedding is not None and form != "gguf":
+        raise WrongInput(f"--embedding {embedding}: an option of GGUF; {form} has the embedding in float32")
     check_writable(target.parent, "OUT_FILE")
-    write = save_as_gguf if form == "gguf" else save_as_onnx
+    written: GgufFile | OnnxFile
     try:
-        written = write(source, target)
+        written = save_as_gguf(source, target, embedding) if form == "gguf" else save_as_onnx(source, target)
     except ValueError as error:
         raise WrongInput(str(error)) from error
     kind, counts = ("types", "tensors") if form == "gguf" else ("operators", "nodes")
@@ -42,9 +46,9 @@ def run_export(source: Path, target: Path, form: str | None, as_json: bool) -> N
     print_table(f"{written.path.name}, {written.bytes:,} bytes", [kind.removesuffix("s"), counts], cells)
 
 
-def save_as_gguf(source: Path, target: Path) -> GgufFile:
+def save_as_gguf(source: Path, target: Path, embedding: str | None = None) -> GgufFile:
     """The folder's model and tokenizer."""
-    return save_gguf(load_pretrained(source), target, tokenizer_of(source))
+    return save_gguf(load_pretrained(source), target, tokenizer_of(source), embedding=embedding)
 
 
 class Logits(nn.Module):

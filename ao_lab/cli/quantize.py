@@ -239,6 +239,8 @@ def run_quantize(
     )
     told = {**plan.told(saved.limits, target), "tensors": tensors, "beside": files}
     told["undivided"] = undivided_note(report.layers, plan.config)
+    told["few_tokens"] = report.few_judges()
+    told["bits_per_parameter"] = bits_per_parameter(saved, model)
     notes = (*plan.reasons, *plan.changes, *saved.limits)
     write_card(
         target,
@@ -356,12 +358,19 @@ def row_of(layer: Layer) -> dict[str, Any]:
     }
 
 
-def summary(report: Report, saved: Saved, before: int) -> str:
+def bits_per_parameter(saved: Saved, model: Any) -> float:
+    """Bits of the files over all parameters of the model, embeddings too."""
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    return 8 * saved.bytes / max(count, 1)
+
+
+def summary(report: Report, saved: Saved, before: int, whole: float) -> str:
     """That it is done: the folder, its size in megabytes, and the bits that a quantized weight takes there with its scales and
-    low-rank residuals."""
+    low-rank residuals; whole: those of a parameter of the model."""
     beside = 8 * report.residual_bytes / max(sum(prod(layer.shape) for layer in report.changed), 1)
     sizes = f"{saved.bytes / 1e6:,.4g} MB of weights (before: {before / 1e6:,.4g} MB)"
-    return f"done: {saved.files[0].parent}, {sizes}, {saved.bits + beside:.4g} bits per quantized weight"
+    bits = f"{saved.bits + beside:.4g} bits per quantized weight"
+    return f"done: {saved.files[0].parent}, {sizes}, {bits}, {whole:.3g} bits/param of the model"
 
 
 def show(
@@ -381,10 +390,10 @@ def show(
         sizes = {"bytes_before": before, "bytes": saved.bytes, "bits": saved.bits}
         print_json({**told, "files": written, **sizes, "layers": rows})
         return
-    console().print(summary(report, saved, before))
+    console().print(summary(report, saved, before, told["bits_per_parameter"]))
     # A plan names each layer that it leaves, and so has no such line.
-    if undivided := told.get("undivided"):
-        console().print(undivided, markup=False)
+    for note in filter(None, (told.get("undivided"), told.get("few_tokens"))):
+        console().print(note, markup=False)
     say(told)
     # Of a model that was not pruned two columns would say nothing.
     empty = {"sparsity": "", "storage": "dense"}

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ao_lab.calibration.result import CALIBRATION, LayerResult, together
+from ao_lab.calibration.result import CALIBRATION, LayerResult, few_judges, together
 from ao_lab.config.compressed_tensors import faster_kernel
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
@@ -210,11 +210,17 @@ class Report(ModelReport[Layer]):
         return "; ".join(filter(None, (heading, self.kv_cache, self.attention)))
 
     def notes(self) -> list[str]:
-        """Of layers that multiply as transformers does: that this is no faster, and what is; of others that outputs differ."""
+        """Of layers that multiply as transformers does: that this is no faster, and what is; of others that outputs differ;
+        that few tokens decided."""
         faster = dict.fromkeys(f'kernel="{layer.faster}"' for layer in self.layers if layer.faster)
         named = dict.fromkeys(layer.named for layer in self.layers if layer.named)
         slow = [SLOW.format(" or ".join(faster))] if faster else []
-        return slow + [NAMED.format('" or "'.join(named))] * bool(named)
+        few = self.few_judges()
+        return slow + [NAMED.format('" or "'.join(named))] * bool(named) + [f"  {few}"] * bool(few)
+
+    def few_judges(self) -> str:
+        """That few held-out tokens decided what calibration kept; "" where enough did, or none had to."""
+        return few_judges([layer.calibrated for layer in self.layers if layer.calibrated is not None])
 
 
 def known_reasons(model: nn.Module) -> dict[str, str]:

@@ -28,11 +28,17 @@ from ao_lab.clients.gguf.architectures import (
     tensor_names,
 )
 from ao_lab.clients.gguf.blocks import Blocks, to_blocks
+from ao_lab.config.base import SchemeConfig
+from ao_lab.config.recipe import Recipe
 from ao_lab.install.extras import needed
+from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
 from ao_lab.transforms.low_rank import refuse_residuals
+from reference import Scheme
 
+#: The embedding of each architecture here.
+EMBEDDING = "model.embed_tokens.weight"
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -45,13 +51,20 @@ class GgufFile(NamedTuple):
 
 
 def save_gguf(
-    model: nn.Module, path: str | Path, tokenizer: Any = None, *, name: str | None = None
+    model: nn.Module,
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    name: str | None = None,
+    embedding: str | Scheme | None = None,
 ) -> GgufFile:
     """Save a causal language model of transformers (llama, mistral, qwen2, qwen3) as a GGUF file.
 
     model: weights (N, K) quantized with float16 scales or as mxfp4, in blocks along K of a multiple of 32, are stored in Q8_0,
     Q5_0, Q4_0, Q5_1, Q4_1 or MXFP4, bitwise equal to `dequantize` in float32; other tensors in float32, float16 or bfloat16.
     tokenizer: a fast tokenizer of byte-level BPE; None: llama.cpp only accepts token numbers. name: `general.name`.
+    embedding: a scheme (int8_g32_f16 is Q8_0) by which the file stores an embedding that the model has dense, rounded to
+    nearest, and with it a head that shares its weight; the model is not changed. Default: in its dtype.
 
     TypeError for anything but a module. ValueError, before anything is written, for a scheme without a GGUF block, quantized
     activations (llama.cpp rounds them by its own rules), a rotation, another architecture, and a tokenizer of another kind; it
@@ -63,6 +76,8 @@ def save_gguf(
     arch = architecture_of(config)
     refuse_residuals(model, "GGUF")
     state = _state(model)
+    if embedding is not None:
+        state[EMBEDDING] = _rounded(state[EMBEDDING], SchemeConfig(scheme=embedding).recipe())
     names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))
     tensors = {names[key]: _written(key, value, config, arch) for key, value in state.items()}
     fields = {} if tokenizer is None else tokenizer_fields(tokenizer, config.vocab_size)
@@ -107,6 +122,16 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     if config.tie_word_embeddings and not is_untied(model):
         state.pop("lm_head.weight", None)
     return state
+
+
+def _rounded(table: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """A dense embedding rounded to nearest; ValueError for one that is quantized already."""
+    if isinstance(table, QuantizedTensor):
+        raise ValueError(
+            f"embedding={recipe.weight.name!r}: the model's embedding is quantized already, by {table.recipe.weight.name}; "
+            f"leave it out"
+        )
+    return quantized_weight(table, recipe)
 
 
 def _written(name: str, value: torch.Tensor, config: Any, arch: Architecture) -> Blocks:

@@ -29,6 +29,7 @@ from ao_lab.checkpoint.card_origin import History, made_of
 from ao_lab.checkpoint.io.markdown import base_name, yaml_line
 from ao_lab.checkpoint.model_card import (
     CARD,
+    GGUF_MODELS,
     SERVED_ARCHITECTURES,
     TASKS,
     architecture_of,
@@ -38,6 +39,7 @@ from ao_lab.checkpoint.model_card import (
     unserved_weights,
     with_results,
 )
+from ao_lab.clients.gguf.architectures import ARCHITECTURES
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
 
 transformers = pytest.importorskip("transformers")
@@ -137,6 +139,14 @@ def test_formats_that_are_not_served(tmp_path):
     card = model_card(tmp_path / "b")
     assert "vllm serve b" in card
     assert "dequantize=True" not in card
+
+
+def test_a_card_names_the_export_of_what_gguf_holds_alone(tmp_path):
+    assert ARCHITECTURES.keys() == {*GGUF_MODELS}
+    for scheme in ("int4_g32_f16", "mxfp4", "int4_g32", "nf4"):
+        saved(tmp_path / scheme, scheme)
+        found = "ao-lab export" in model_card(tmp_path / scheme)
+        assert found == (scheme in ("int4_g32_f16", "mxfp4")), scheme
 
 
 def test_results_are_shown_and_replaced(tmp_path):

@@ -42,6 +42,18 @@ def test_a_file_with_the_folder_s_weights(folder, tmp_path, capsys):
     assert gguf.GGUFReader(target).fields["tokenizer.ggml.model"].contents() == "gpt2"
 
 
+def test_an_embedding_by_a_scheme(folder, tmp_path, capsys):
+    """As the folder's card says."""
+    assert "ao-lab export quantized model.gguf --embedding int8_g32_f16" in (folder / "README.md").read_text()
+    target = tmp_path / "model.gguf"
+    options = ["export", str(folder), str(target), "--embedding", "int8_g32_f16"]
+    assert main([*options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["types"] == {"Q8_0": 1, "F32": 3, "Q4_0": 8}
+    options[2] = str(tmp_path / "model.onnx")
+    assert main(options) == 2
+    assert "an option of GGUF" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_a_language_model_in_onnx(folder, tmp_path, capsys):
     """Any number of texts and tokens, logits within float32's rounding of what the loaded model gives."""

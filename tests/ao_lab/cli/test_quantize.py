@@ -25,7 +25,7 @@ from ao_lab.cli.layout import SkippedLayers
 from ao_lab.cli.named_config import config_of
 from ao_lab.cli.quantize import grouped
 from ao_lab.cli.terminal import WrongInput
-from ao_lab.quantization.report import Layer
+from ao_lab.quantization.report import Layer, Report
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -90,7 +90,13 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     # Columns and words that would say nothing of this model.
     assert shown.startswith(f"done: {target}, ")
     # 4 bits, a bfloat16 scale for each 32, and the 16 bytes of weight_shape.
-    assert re.search(r", 4\.5\d* bits per quantized weight", shown)
+    assert re.search(r", 4\.5\d* bits per quantized weight, ", shown)
+    size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(folder).parameters())
+    bits = 8 * (target / "model.safetensors").stat().st_size / size
+    # The file has a header, too.
+    assert float(re.search(r"([\d.]+) bits/param of the model", " ".join(shown.split()))[1]) == pytest.approx(
+        bits, rel=0.05
+    )
     assert "sparsity" not in shown.partition("Layers")[2]
     assert "Linear" not in shown.partition("Layers")[2]
     names = sorted(path.name for path in target.iterdir())
@@ -153,6 +159,14 @@ def test_calibrated_layers_of_all_blocks_are_one_line():
         "Linear; gptq, 0.250 to 0.500 of rounding's output error on 10 held-out tokens",
         f"Linear; {won[2]}",
     ]
+
+
+def test_a_report_says_that_few_tokens_decided():
+    enough, few = LayerResult("awq", 0.5, 1.0, 900, 100), LayerResult("awq", 0.5, 1.0, 116, 12)
+    layers = tuple(Layer("q", "Linear", (3, 3), "nf4", "", 3, "", calibrated=one) for one in (enough, few))
+    assert Report(layers[:1]).few_judges() == ""
+    assert "few tokens: 12 held-out tokens decided" in str(Report(layers))
+    assert Report((replace(layers[0], calibrated=LayerResult("hqq", 0.5, 1.0)),)).few_judges() == ""
 
 
 def test_json_and_our_layout(capsys, folder, tmp_path):

@@ -93,6 +93,26 @@ def test_transformers_reads_the_same_weights(kind, tmp_path):
     assert (logits(theirs) - logits(model)).abs().max() < 2**-14 * logits(model).abs().max()
 
 
+def test_an_embedding_in_8_bits(tmp_path):
+    """A head that shares it reads it too; the model stays as it is."""
+    model = model_of("qwen2", "int4_g32_f16")
+    dense = model.model.embed_tokens.weight.clone()
+    written = ao_lab.save_gguf(model, tmp_path / "model.gguf", fast_tokenizer(), embedding="int8_g32_f16")
+    assert written.types["Q8_0"] == 1
+    assert torch.equal(model.model.embed_tokens.weight, dense)
+    table = ao_lab.dequantize(ao_lab.quantize(dense, SchemeConfig(scheme="int8_g32_f16").recipe().weight))
+    assert not torch.equal(table, dense)
+    for theirs in (by_transformers(written.path), ao_lab.load_gguf(written.path, dtype=torch.float32)):
+        assert torch.equal(theirs.get_input_embeddings().weight, table)
+        assert torch.equal(theirs.get_output_embeddings().weight, table)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: nf4"):
+        ao_lab.save_gguf(model, tmp_path / "other.gguf", embedding="nf4")
+    ao_lab.quantize_(model, SchemeConfig(scheme="int8_g32_f16"), lambda module, name: "embed" in name)
+    with pytest.raises(ValueError, match="quantized already, by int8_g32_f16; leave it out"):
+        ao_lab.save_gguf(model, tmp_path / "other.gguf", embedding="int8_g32_f16")
+    assert not (tmp_path / "other.gguf").exists()
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_load_gguf_gives_the_codes_back(kind, tmp_path):
     model = model_of(kind, "int4_g32_f16", torch.bfloat16)
