@@ -55,6 +55,7 @@ MODELS = {
     "Qwen2.5-Coder-0.5B-Instruct": "Qwen2.5-Coder-0.5B-Instruct",
 }
 CHANGE, RECOVERED = "perplexity, change", "KL, recovered"
+KL, DIVERGENCE = "KL", "KL, short run (nats)"
 LOSS, LOSS_ERROR = "loss, change", "loss, standard error of the change"
 #: Scales of runs, and what they are called.
 RUNS = {"full": "long run", "quick": "short run"}
@@ -161,7 +162,7 @@ def shown(page: str, table: str) -> str:
 
 def configurations() -> str:
     """Every entry, with all GPUs and clients."""
-    head = ["configuration", "", "bits per weight", *perplexities()]
+    head = ["configuration", "", "bits per weight", *perplexities(), DIVERGENCE]
     head += [f"{gpu}: {', '.join(map(str, TOKENS))} tokens" for gpu in GPUS]
     lines = [
         [f"`{one}`", one.called, bits(one), *losses(one)]
@@ -189,8 +190,8 @@ def length_of(model: str, scale: str) -> str:
 
 
 def losses(entry: Entry) -> list[str]:
-    """The cells of those columns."""
-    return [loss(entry, model, scale) for model, scale in perplexities().values()]
+    """The cells of those columns, and of `DIVERGENCE`."""
+    return [*(loss(entry, model, scale) for model, scale in perplexities().values()), divergence(entry)]
 
 
 def texts(lines: Sequence[Sequence[str]]) -> str:
@@ -251,7 +252,7 @@ def device_of(experiment: str, table: str) -> str:
 
 def summary() -> str:
     """The lines of README.md."""
-    head = ["", "configuration", "bits per weight", *perplexities()]
+    head = ["", "configuration", "bits per weight", *perplexities(), DIVERGENCE]
     head += [f"speed at {', '.join(map(str, TOKENS))} tokens", "read by"]
     lines = [
         [
@@ -356,10 +357,26 @@ def loss(entry: Entry, model: str, scale: str) -> str:
     begins with it."""
     made = recipe(entry)
     table, name = table_of(model, scale), made.weight.name
-    setting = f"weights + activations in {made.activation.name}" if made.activation else "weights"
+    setting = setting_of(entry)
     both = f"{name}, inputs {made.activation.name}" if made.activation else name
     found = changed("ptq", table, setting, name) or changed("calibration", table, both, "rounding")
     return found or (ABSENT if undivided(table, setting, name) else "")
+
+
+def divergence(entry: Entry) -> str:
+    """The mean KL divergence of the model's predictions from the unquantized model's, of the short run of `ptq`."""
+    table, name, setting = table_of(MODEL, "quick"), recipe(entry).weight.name, setting_of(entry)
+    kl, error, windows = (
+        value("ptq", table, setting, name, metric) for metric in (KL, f"{KL}, standard error", "windows")
+    )
+    half = half_interval(error, None if windows is None else int(windows))
+    return "" if kl is None or half is None else rounded(kl, half)
+
+
+def setting_of(entry: Entry) -> str:
+    """What `ptq` calls the settings of an entry's row."""
+    made = recipe(entry)
+    return f"weights + activations in {made.activation.name}" if made.activation else "weights"
 
 
 def changed(experiment: str, table: str, setting: str, method: str) -> str:

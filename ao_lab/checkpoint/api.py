@@ -66,6 +66,7 @@ from ao_lab.checkpoint.model_builder import (
 )
 from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
+    FIELD,
     FLOAT32_SCALES,
     Reading,
     decoded_in_bfloat16,
@@ -444,13 +445,14 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
     try:
         dense = ignored(model, named, sorted(linears - set(layers)))
         described_layers = quantization_config(layers, dense, heads(model))
-        stored.config, told = with_dequantizing(described_layers, readings, TARGET)
+        has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+        stored.config, told = with_dequantizing(described_layers, readings, TARGET, has_encoder)
     except ValueError as error:
         reasons.append(str(error))
         return None
     stored.limits.update(dict.fromkeys(told))
     stored.limits.update(dict.fromkeys(_parted(stored)))
-    if len(stored.config["config_groups"]) > 1 and not told:
+    if len(stored.config["config_groups"]) > 1 and not stored.config.get(FIELD):
         stored.limits["several schemes: transformers 5.23 loads them only without dequantize=True"] = None
     return stored
 

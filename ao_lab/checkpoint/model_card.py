@@ -440,6 +440,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             f"{span(name)} is this folder; on the Hub put its repository there, owner/name.",
             "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
+            *_before_generating(contents),
             PLAIN_SPEED + ("" if _refused(weights) else SERVED),
             "With vLLM:",
             _served(contents, weights, name),
@@ -543,6 +544,17 @@ def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: s
         f"from transformers import {loader}" + (", CompressedTensorsConfig" if config else ""),
         f"model = {loader}.from_pretrained({json.dumps(name)}{config})",
     )
+
+
+def _before_generating(contents: Contents) -> list[str]:
+    """Of an encoder-decoder whose weights transformers decompresses in the first call alone: that there has to be one."""
+    asked = (quantization_of(contents.folder.path) or {}).get("dequantize")
+    if contents.config.get("is_encoder_decoder") is not True or asked:
+        return []
+    return [
+        "**Call the model once before `generate()`**: transformers decompresses the weights in the first call of the whole "
+        "model, and `generate()` of an encoder-decoder begins with the encoder alone."
+    ]
 
 
 def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:

@@ -479,20 +479,34 @@ TOLD = (
 )
 
 
+#: The same of an encoder-decoder, whose `generate` calls the encoder before the model as a whole was called; and where inputs
+#: are quantized, too, so that the field would make another model.
+TOLD_OF_ENCODER = (
+    "dequantize: config.json has transformers 5.23 make dense weights while it loads, because it would do so in the first call "
+    "of the whole model, and generate() calls the encoder before that"
+)
+FIRST_CALL = (
+    "first call: transformers 5.23 decompresses weights in the first call of the whole model, and generate() of an "
+    "encoder-decoder calls the encoder before that: call model(...) once, then generate()"
+)
+
+
 def with_dequantizing(
-    config: Mapping[str, Any], readings: Mapping[str, Reading], experts: str
+    config: Mapping[str, Any], readings: Mapping[str, Reading], experts: str, has_encoder: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The configuration of a folder, with the field where layers (but experts) want it, and what is to be known of that.
 
-    `experts`: the target of a group for experts alone.
+    `experts`: the target of a group for experts alone. `has_encoder`: of an encoder-decoder all layers want it.
     ValueError that names a layer with packed zero points where the field would make another model of the others.
     """
     wanting = {name: reading for name, reading in readings.items() if reading.dequantize}
-    if not wanting:
+    if not wanting and not (has_encoder and readings):
         return dict(config), ()
     reason = _obstacle([g for g in config["config_groups"].values() if g["targets"] != [experts]])
     if reason is None:
-        return {**config, FIELD: True}, (TOLD,)
+        return {**config, FIELD: True}, (TOLD if wanting else TOLD_OF_ENCODER,)
+    if not wanting:
+        return dict(config), (FIRST_CALL,)
     zeros = [name for name, reading in wanting.items() if ZERO in reading.tensors]
     if zeros:
         raise ValueError(

@@ -29,6 +29,7 @@ from ao_lab.cli.options import (
     AsJson,
     Device,
     FileFormat,
+    GgufEmbedding,
     Launches,
     Layout,
     ModelDir,
@@ -280,17 +281,9 @@ def export(
     model_dir: Annotated[Path, typer.Argument(help="Folder written by ao-lab quantize.")],
     out_file: Annotated[Path, typer.Argument(help="Output file; must not exist yet.")],
     format: Annotated[
-        FileFormat | None,
-        typer.Option(help="File format. Default: by the suffix of OUT_FILE."),
+        FileFormat | None, typer.Option(help="File format. Default: by the suffix of OUT_FILE.")
     ] = None,
-    embedding: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SCHEME",
-            help="GGUF: scheme of the embedding, and of a head that shares its weight, such as int8_g32_f16 (Q8_0), as "
-            "llama.cpp's own files have it. Default: its own dtype.",
-        ),
-    ] = None,
+    embedding: GgufEmbedding = None,
     as_json: AsJson = False,
 ) -> None:
     """Export a quantized model: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""

@@ -205,11 +205,18 @@ def ways_out(model: nn.Module, reasons: Sequence[str], skip: Sequence[str]) -> s
     left = [name for name in every if not any(f"{name}.".startswith(f"{place}.") for place in places)]
     if not left or not all(place in modules for place in places):
         return ""
-    # A nested model by its path; layers of many blocks by what they are called.
-    names = {place if len(places) == 1 else place.rpartition(".")[2] for place in places}
+    # A nested model by its path; layers of many blocks by what they are called, as long as that names no others.
+    names = {place if len(places) == 1 else ending(place, left) for place in places}
     if len(names) > MOST or any(name.isdigit() for name in names):
         return ""
     return " ".join(f"--skip {name}" for name in dict.fromkeys([*skip, *sorted(names)]))
+
+
+def ending(place: str, others: Sequence[str]) -> str:
+    """The shortest end of a module's path, whole between dots, that is part of no other path."""
+    parts = place.split(".")
+    ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in ends if not any(f".{end}." in f".{other}." for other in others)), place)
 
 
 def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:

@@ -88,6 +88,16 @@ class Launches(StrEnum):
     GRAPH = "graph"
 
 
+GgufEmbedding = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SCHEME",
+        help="GGUF: scheme of the embedding, and of a head that shares its weight, such as int8_g32_f16 (Q8_0), as llama.cpp's "
+        "own files have it. Default: its own dtype.",
+    ),
+]
+
+
 class FileFormat(StrEnum):
     """Files of other programs."""
 

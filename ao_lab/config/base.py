@@ -126,6 +126,13 @@ class Config:
             return False
 
     @property
+    def quant_method(self) -> str:
+        """What transformers asks of a `quantization_config`: AttributeError, since one is made by `ao_lab.HfConfig`."""
+        raise AttributeError(
+            f"{type(self).__name__} is no quantization_config of transformers; pass quantization_config=ao_lab.HfConfig(config)"
+        )
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """What `for_layout` has changed in the configuration, and why, a sentence each; () where it has not."""
         told: tuple[str, ...] = self.__dict__.get("_changes", ())

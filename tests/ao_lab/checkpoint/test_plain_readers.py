@@ -282,10 +282,46 @@ def test_what_is_predicted_happens(tmp_path, monkeypatch, name, scheme, head):
     monkeypatch.setattr("ao_lab.checkpoint.api.unsupported_reasons", lambda *arguments: [])
     save_pretrained(model, tmp_path / "plain", layout="compressed-tensors")
     if fails:
+        # Dequantized while it loads, as encoder-decoders are, it might load: the prediction does not count on that.
+        without_dequantizing(tmp_path / "plain" / "config.json")
         with pytest.raises((AttributeError, RuntimeError)):
             kind.from_pretrained(tmp_path / "plain")
     else:
         kind.from_pretrained(tmp_path / "plain")
+
+
+def without_dequantizing(path):
+    config = json.loads(path.read_text())
+    config["quantization_config"].pop("dequantize", None)
+    path.write_text(json.dumps(config))
+
+
+def test_the_encoder_is_read_before_the_model_as_a_whole_is_called(tmp_path):
+    """As `generate` of an encoder-decoder does; weights alone are dequantized while they are read, else a card says it."""
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    widths = {
+        "d_model": 64,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "num_mel_bins": 8,
+        "vocab_size": 96,
+    }
+    ids = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4}
+    config = transformers.WhisperConfig(**sizes, **widths, **ids, max_source_positions=10)
+    x = torch.randn(1, 8, 20, generator=torch.Generator().manual_seed(0))
+    for scheme, inputs in (("int4_g32", None), ("int8_rowwise", "int8_rowwise")):
+        model = transformers.WhisperForConditionalGeneration(config).eval()
+        layer = SchemeConfig(scheme=scheme, activation_scheme=inputs).for_layout("compressed-tensors")
+        quantize_(model, layer)
+        saved = save_pretrained(model, tmp_path / scheme, layout="compressed-tensors")
+        told = "Call the model once before `generate()`" in (tmp_path / scheme / "README.md").read_text()
+        assert told == any("call model(...) once" in one for one in saved.limits) == (inputs is not None)
+        theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / scheme)
+        if inputs is not None:
+            theirs(x, decoder_input_ids=torch.tensor([[4]]))
+        wanted, found = (one.get_encoder()(x).last_hidden_state for one in (model, theirs))
+        assert torch.equal(wanted, found)
 
 
 def test_other_models_are_not_asked():

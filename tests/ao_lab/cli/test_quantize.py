@@ -21,7 +21,7 @@ from ao_lab import (
 )
 from ao_lab.calibration.result import LayerResult
 from ao_lab.cli.app import main
-from ao_lab.cli.layout import SkippedLayers
+from ao_lab.cli.layout import SkippedLayers, ending
 from ao_lab.cli.named_config import config_of
 from ao_lab.cli.quantize import grouped
 from ao_lab.cli.terminal import WrongInput
@@ -159,6 +159,13 @@ def test_calibrated_layers_of_all_blocks_are_one_line():
         "Linear; gptq, 0.250 to 0.500 of rounding's output error on 10 held-out tokens",
         f"Linear; {won[2]}",
     ]
+
+
+def test_what_skip_is_given_names_no_other_layer():
+    others = ["bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.0.attention.self.query.weight"]
+    assert ending("bert.pooler.dense", others) == "pooler.dense"
+    assert ending("model.layers.0.experts", others) == "experts"
+    assert ending("dense", others) == "dense"
 
 
 def test_a_report_says_that_few_tokens_decided():

@@ -236,3 +236,10 @@ def test_configurations_are_frozen_data():
     assert config == ao_lab.Int8WeightOnlyConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.group_size = 3
+
+
+def test_a_configuration_is_no_quantization_config_of_transformers():
+    """transformers asks for the field, and shows the answer."""
+    with pytest.raises(AttributeError, match=r"quantization_config=ao_lab.HfConfig\(config\)"):
+        ao_lab.Int8WeightOnlyConfig().quant_method  # noqa: B018
+    assert not hasattr(ao_lab.Int8WeightOnlyConfig(), "quant_method")
