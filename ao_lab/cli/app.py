@@ -28,7 +28,7 @@ from ao_lab.cli.options import (
     LENGTH,
     AsJson,
     Device,
-    FileFormat,
+    FormatOfFile,
     GgufEmbedding,
     Launches,
     Layout,
@@ -280,9 +280,7 @@ def quantize(
 def export(
     model_dir: Annotated[Path, typer.Argument(help="Folder written by ao-lab quantize.")],
     out_file: Annotated[Path, typer.Argument(help="Output file; must not exist yet.")],
-    format: Annotated[
-        FileFormat | None, typer.Option(help="File format. Default: by the suffix of OUT_FILE.")
-    ] = None,
+    format: FormatOfFile = None,
     embedding: GgufEmbedding = None,
     as_json: AsJson = False,
 ) -> None:

@@ -113,6 +113,10 @@ class Layout(StrEnum):
     OURS = "ao_lab"
 
 
+FormatOfFile = Annotated[
+    FileFormat | None, typer.Option(help="File format. Default: by the suffix of OUT_FILE.")
+]
+
 #: Options of lm-evaluation-harness, as its own command has them.
 NumFewshot = Annotated[
     int | None, typer.Option(help="Harness: few-shot examples. Default: that of the task.")
