@@ -297,11 +297,26 @@ class Store:
         self.write()
 
     def write(self) -> None:
-        """Write everything, where there is a folder."""
+        """Write everything, where there is a folder, with what another call has measured there meanwhile."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.take_others()
             told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by, "parts": self.parts}
             write_text(self.folder / FILE, json.dumps(_strict(told), indent=2, allow_nan=False) + "\n")
+
+    def take_others(self) -> None:
+        """Rows and parts of other names that the file has under the same conditions: those of a call beside this one."""
+        try:
+            now = json.loads((Path(self.folder or "") / FILE).read_text(encoding="utf-8"))
+            found, made_by, parts = Comparison.from_dict(now), dict(now["made_by"]), dict(now["parts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if differing({"model": found.model, **found.conditions}, {"model": self.model, **self.conditions}):
+            return
+        new = {name: one for name, one in made_by.items() if name not in self.made_by}
+        self.made_by |= new
+        self.rows |= {row.name: row for row in found.rows if row.name in new}
+        self.parts |= {name: part for name, part in parts.items() if name in new}
 
     def comparison(self, names: Iterable[str]) -> Comparison:
         """The rows of these names, as far as there are any."""

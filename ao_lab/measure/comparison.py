@@ -276,7 +276,7 @@ class Comparison:
             )
         if finite and not known:
             return None, (
-                f"none; all predict something else than the unquantized model (KL surely over {FAR:g} nats), so that "
+                f"all predict something else than the unquantized model (KL surely over {FAR:g} nats), so that "
                 "a low loss says nothing"
             )
         bound = f"{self.tolerance:g}% of perplexity"
@@ -292,7 +292,7 @@ class Comparison:
         """`choice` as a line, with the bound of its loss and who reads it; "" where nothing was measured."""
         found, why = self.choice
         if found is None:
-            return f"Best: {why}." if why else ""
+            return f"No best configuration: {why}." if why else ""
         loss = rounded(found.difference, found.half_difference, sign=True)
         told = (
             f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, at most "

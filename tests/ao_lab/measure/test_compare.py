@@ -14,7 +14,7 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
-from ao_lab.measure.compare import Remembered, doubtful, publish, reason, unserved_of
+from ao_lab.measure.compare import Remembered, Store, doubtful, publish, reason, unserved_of
 from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.configurations import made_from, reasons_of
 from ao_lab.measure.evaluate import fingerprint
@@ -533,12 +533,13 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     assert Comparison.from_dict(Comparison("m", tuple(rows), {}, 5.0).to_dict()).tolerance == 5.0
     assert "Best: c (none surely loses no more than 1%" in Comparison("m", (rows[0], *rows[3:]), {}).best
     few = Comparison("m", (rows[0], compared("a", 0.0, 0.1, 40, windows=7)), CONDITIONS)
-    assert few.best.startswith("Best: 7 windows cannot tell; measure 8 or more")
+    assert few.best.startswith("No best configuration: 7 windows cannot tell; measure 8 or more")
     assert Comparison("m", (rows[0],), CONDITIONS).best == ""
     guessing = replace(rows[0], loss=12.0, vocabulary=49152)
     assert Comparison("m", (replace(guessing, loss=11.0), *rows[1:]), {}).choice[0] is rows[1]
-    assert "Best: the unquantized model's perplexity is 1.63e+05, worse than guessing among 49152 tokens" in (
-        Comparison("m", (guessing, *rows[1:]), {}).best
+    assert (
+        "No best configuration: the unquantized model's perplexity is 1.63e+05, worse than guessing among 49152 tokens"
+        in (Comparison("m", (guessing, *rows[1:]), {}).best)
     )
     # Layers that stayed are in the label. Without losses of windows these alone say what is drawn as better, with them the
     # differences of two configurations: b differs from d by nothing but noise.
@@ -656,3 +657,22 @@ def test_tables_of_a_terminal_have_80_columns():
     assert "-0.00051 ± 0.00064" in text
     assert "0.001234 ± 0.000024" in text
     assert "bits/param" in text
+
+
+def test_two_calls_in_one_folder_keep_the_rows_of_both(tmp_path):
+    """Each writes the whole file: what the other has measured since stays in it, under the same conditions alone."""
+    conditions = {"text": "t", "windows": 8}
+    one, other = (Store.of("m", conditions, {name: name}, tmp_path) for name in ("nf4", "mxfp4"))
+    one.add(Compared("nf4", loss=1.0))
+    other.add(Compared("mxfp4", loss=2.0))
+    one.add(Compared("unquantized", loss=0.5))
+    kept = json.loads((tmp_path / "comparison.json").read_text())
+    assert {row["name"]: row["loss"] for row in kept["rows"]} == {
+        "nf4": 1.0,
+        "mxfp4": 2.0,
+        "unquantized": 0.5,
+    }
+    assert set(kept["made_by"]) == {"nf4", "mxfp4", "unquantized"}
+    assert [row.name for row in one.comparison(["nf4"]).rows] == ["nf4"]
+    replace(one, conditions={"text": "u", "windows": 8}, rows={}, made_by={}).write()
+    assert json.loads((tmp_path / "comparison.json").read_text())["rows"] == []
