@@ -12,6 +12,7 @@ above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `m
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -522,6 +523,9 @@ def described(error: OSError | ImportError) -> tuple[str, int]:
     """The line about a missing file or library, and its code: 2 where an extra brings the library."""
     if isinstance(error, ModuleNotFoundError) and isinstance(found := explained(error), MissingExtra):
         return str(found), 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}; make room, or name a folder on another disk", 1
     return f"{type(error).__name__}: {error}", 1
 
 

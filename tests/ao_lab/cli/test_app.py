@@ -1,6 +1,7 @@
 """The command line: what it prints, where it prints it, and how it fails."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import logging
@@ -430,6 +431,13 @@ def test_waiting_threads_sleep_unless_the_environment_says_otherwise(monkeypatch
             monkeypatch.delenv("OMP_WAIT_POLICY")
         app.entry()
         assert os.environ["OMP_WAIT_POLICY"] == wanted
+
+
+def test_a_full_disk_is_answered_with_the_way_out():
+    full = OSError(errno.ENOSPC, "No space left on device", "out/comparison.json")
+    said = "No space left on device (out/comparison.json); make room, or name a folder on another disk"
+    assert app.described(full) == (said, 1)
+    assert app.described(OSError(errno.EIO, "broken")) == ("OSError: [Errno 5] broken", 1)
 
 
 def test_help_imports_nothing_heavy():
