@@ -111,7 +111,6 @@ def command(
     ] = None,
     layout: Annotated[
         Layout,
-        ModelDir,
         typer.Option(
             help="Measure what ao-lab quantize writes in this layout. auto: as there, changes of a configuration are printed; "
             "ao_lab: configurations unchanged."

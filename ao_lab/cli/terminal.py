@@ -155,7 +155,9 @@ def print_paragraphs(out: Console, title: str, columns: Sequence[str], rows: Seq
     out.print(f"{printable(title)}\n")
     for first, *others in rows:
         told = "; ".join(
-            f"{name}: {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell not in ("", "-")
+            f"{name}: {cell.removesuffix('.')}"
+            for name, cell in zip(columns[1:], others, strict=True)
+            if cell not in ("", "-")
         )
         out.print(first)
         out.print(Padding(told, (0, 0, 0, 4)))
