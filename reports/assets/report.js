@@ -93,6 +93,22 @@
     for (const row of all("tbody tr", table)) { row.hidden = !holds(row, table); count += !row.hidden; }
     return count;
   };
+  // So few lines of a table need neither pages nor a search of their own.
+  const FEW = 15;
+  // How many lines of a table the filter leaves, beside how many it has.
+  const tell = (details, count) => {
+    const told = details.querySelector(":scope > summary > small");
+    if (!told) return;
+    told.dataset.all ??= told.textContent;
+    told.textContent = count ? `${count} of ${told.dataset.all}` : told.dataset.all;
+    details.classList.toggle("few", count > 0 && count <= FEW);
+  };
+  // Tables with lines that were asked for are opened, of many the first; those that only the filter opened are closed again.
+  const MOST_SHOWN = 60, opened = new Set();
+  const show = (tables) => {
+    for (const details of opened) if (!tables.includes(details)) { details.open = false; opened.delete(details); }
+    for (const details of tables) if (!details.open) { details.open = true; opened.add(details); }
+  };
   const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
   const apply = () => {
     const narrow = state.words.length > 0 || state.columns.size > 0, found = [];
@@ -103,6 +119,7 @@
       if (!table || !fits(details) || (section && !fits(section))) continue;
       const count = shownRows(table);
       details.hidden = count === 0;
+      tell(details, narrow ? count : 0);
       if (count) { lines += count; found.push(details); }
     }
     // Of a table on a page of its own title and heading are known here, and no line: words of titles must be in them.
@@ -114,10 +131,11 @@
     }
     for (const section of all("section")) {
       const left = all("details.table", section).some((one) => !one.hidden);
-      for (const figure of all("figure", section)) figure.hidden = narrow && !left;
+      // A figure has lines that were not asked for, and no filter.
+      for (const figure of all("figure", section)) figure.hidden = narrow;
       section.hidden = !fits(section) || (narrow && !left && all("p:has(> a.elsewhere)", section).every((one) => one.hidden));
     }
-    if (narrow && found.length === 1) found[0].open = true;
+    show(narrow ? lines > MOST_SHOWN ? found.slice(0, 1) : found : []);
     const more = elsewhere ? `; ${counted(elsewhere, "table")} on pages of their own, not searched here` : "";
     if (form) form.querySelector("output").textContent = `${counted(lines, "line")} in ${counted(found.length, "table")}${more}`;
   };
