@@ -10,8 +10,10 @@ fault where inputs are of size 1), on lengths that tiles do not divide, and with
 `reference.probe.detect` compares. A fault is at least five standard errors of a right kernel's error away, so that one in a
 million right kernels would be taken for one; what it does like one of the bank (`reference.probe.faults`) is named. A kernel
 that does not quantize, or that changes what it is given, is faulty too. Where its quantized values are those of the
-specification, each output is held to a bound (`reference.probe.each_output`). Inputs at ties of rounding tell whether it rounds
-these alike (`report.ties`), and calls on the same inputs whether it is deterministic (`report.remarks`); neither is a fault.
+specification, each output is held to a bound (`reference.probe.each_output`). Two inputs show each value alone
+(`reference.probe.each_alone`), so that casts to one side are found whatever the other operand. Inputs at ties of
+rounding tell whether it rounds these alike (`report.ties`), and calls on the same inputs whether it is deterministic
+(`report.remarks`); neither is a fault.
 
 The bits of a kernel are not compared: `testing.assert_same_bits` does that. A kernel passes here that rounds otherwise than the
 specification and loses no more.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from reference.formats.encode import decode, encode
 from reference.probe.at_ties import at_ties, ties_are_the_specifications
 from reference.probe.detect import BEYOND, ERRORS, SCALES, SUMS, Finding, findings, rounded
+from reference.probe.each_alone import alone, of_alone
 from reference.probe.each_output import sums_bound
 from reference.probe.estimates import F64
 from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
@@ -70,7 +71,7 @@ class KernelReport:
     @property
     def same_values(self) -> bool:
         """Whether its quantized values are those of the specification, so that its sums were compared too."""
-        return any(one.test == SUMS for one in self.findings) and not self.other_scales
+        return _sums_compared(self.findings)
 
     @property
     def other_scales(self) -> bool:
@@ -137,10 +138,21 @@ def judge(
     found += [] if quantized else unquantized(*first)
     again = [(case, y) for case, y in outputs.values() if case.name.startswith(f"{first[0].name}, call ")]
     found += apart(first[1], again, found, dtype, accumulation)
+    if not quantized and not any(one.found for one in found):
+        for shown in alone(first[0], dtype, seed):
+            y = np.asarray(kernel(shown.case), np.float64)
+            outputs[shown.case.name] = shown.case, y
+            same = _sums_compared(found)
+            found += of_alone(shown, y, dtype, accumulation, same=same)
     ties = None if quantized else _ties(kernel, first[0], dtype, accumulation, seed)
     worst = max((one for one in found if one.found), key=lambda one: one.sigmas, default=None)
     name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
     return KernelReport(tuple(found), name, share, tuple(refused), _remarks(first[1], again), ties)
+
+
+def _sums_compared(found: Iterable[Finding]) -> bool:
+    tests = {one.test for one in found}
+    return SUMS in tests and SCALES not in tests
 
 
 def _calls(

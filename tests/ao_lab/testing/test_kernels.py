@@ -242,6 +242,59 @@ def test_ties_that_are_rounded_away_from_zero_are_told():
     assert "except at ties of rounding" in str(report)
 
 
+def trunc_e4m3(q):
+    """To float8_e4m3fn toward zero."""
+    near = q.to(torch.float8_e4m3fn)
+    return (
+        (near.view(torch.uint8) - (near.float().abs() > q.abs()).to(torch.uint8))
+        .view(torch.float8_e4m3fn)
+        .float()
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "top", "cast", "looks"),
+    [
+        ("int8_rowwise", 127, torch.round, None),
+        ("int8_rowwise", 127, torch.trunc, "truncated cast"),
+        ("int8_rowwise", 120, torch.floor, ""),
+        ("fp8_rowwise", 448, trunc_e4m3, "truncated cast"),
+    ],
+)
+def test_casts_to_8_bits_beside_a_weight_of_4(scheme, top, cast, looks):
+    """Which adds a few percent to the error of the weight's rounding; with other scales too."""
+
+    def kernel(x, w):
+        scale = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / top
+        y = cast(x.float() / scale) * scale @ fast.fake_quantize(w.float(), "int4_g32").T
+        return y.to(x.dtype)
+
+    for dtype in ("float32", "bfloat16"):
+        report = probe_kernel(kernel, scheme=scheme, weight_scheme="int4_g32", dtype=dtype, **SMALL)
+        assert report.ok == (looks is None), report
+        assert looks is None or report.looks_like == looks
+        assert looks is None or "each value of x alone: values are rounded to one side, by 0." in str(report)
+
+
+def test_one_value_that_many_ties_hide():
+    """In bfloat16 a sum may be off by many values at ties; an output that is off by less shows where it is one value."""
+
+    def kernel(x, w, more=0.0):
+        values = [fast.fake_quantize(one.float(), "int8_rowwise") for one in (x, w)]
+        unit = [one.float().abs().amax(1, keepdim=True) / 127 for one in (x, w)]
+        y = values[0] @ values[1].T
+        y[3, 5] += more * unit[0][3, 0] * w[5].float().abs().max()
+        return y.to(x.dtype)
+
+    halves = np.random.default_rng(0).integers(-253, 254, SMALL["x"].shape).astype(np.float32) / 2
+    halves[:, 0] = 127
+    given = {"scheme": "int8_rowwise", "dtype": "bfloat16", "x": halves, "w": SMALL["w"]}
+    assert probe_kernel(kernel, **given).ok
+    report = probe_kernel(lambda x, w: kernel(x, w, 1.0), **given)
+    assert [one.case for one in report.faults] == ["each value of x alone"], report
+    assert "each value of x alone: output (3, 5) is off by" in str(report)
+
+
 def test_a_kernel_of_quantized_operands_and_one_of_weights_alone():
     def product(x, w):
         x = reference.dequantize(x, "float32") if hasattr(x, "codes") else x
