@@ -33,6 +33,7 @@ from ao_lab.transforms.low_rank import FACTORS, residual_layers
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
 from experiments.harness.measuring import Values
+from experiments.models.conversion import quietly
 from experiments.models.pretrained import FACTS, LANGUAGE, MODELS, Step, pretrained, task_of
 
 DTYPE = torch.bfloat16
@@ -177,7 +178,8 @@ def encoding_of(model: RealModel) -> tuple[Any, list[int]]:
 
 def load(model: RealModel, device: str) -> nn.Module:
     """The model in bfloat16, to be evaluated."""
-    made: nn.Module = dense_model(model.folder, dtype=DTYPE)
+    with quietly():
+        made: nn.Module = dense_model(model.folder, dtype=DTYPE)
     if not made.can_generate():  # type: ignore[operator]
         raise ValueError(f"{model.folder} holds {type(made).__name__}, no causal language model")
     return made.eval().requires_grad_(False).to(device)
