@@ -20,6 +20,10 @@ def show_findings(
     found = told_of(names, models, folders)
     for line in (*found["findings"], *told_missing(found["not_measured"])):
         console().print(line, markup=False)
+    if not found["findings"]:
+        say(
+            "no finding: so few tokens or schemes make none; the tables have the numbers, and --json prints them"
+        )
     pages = [f"{name}.html" for name in names if f"{name}: page" in written] or ["index.html"]
     for page in pages:
         say(f"all tables and figures: {folders.reports / page}")

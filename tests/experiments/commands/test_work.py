@@ -82,3 +82,6 @@ def test_what_was_found_of_ones_own_model_is_shown(capsys, monkeypatch, tmp_path
     found = json.loads(capsys.readouterr().out)
     assert (found["written"], found["rows"]) == ([], [])
     assert found["findings"] == ["Mine, perplexity +1.0%."]
+    page.findings = lambda rows: ["Another, perplexity +9.0%."]
+    assert main(given) == 0
+    assert "no finding: so few tokens" in capsys.readouterr().err
