@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from math import sqrt
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.files import save_file, staged, without
+from ao_lab.checkpoint.io.patterns import compiled
 from ao_lab.checkpoint.io.strict_json import parsed_object, read_object
 from ao_lab.checkpoint.save_checks import PREFIXES, unwrapped
 from ao_lab.qat.layers import ADAPTERS
@@ -60,9 +62,9 @@ def save_adapter(
     that `ao_lab.save_pretrained` wrote of it. With `LoRA(rounds="sum")` the sum of weight and adapter is what was rounded in
     training: merge the adapter into the dense weights (PEFT's `merge_and_unload`) and quantize these.
 
-    ValueError where the model has no adapters, for sharded adapters (FSDP2), and where other parameters train too
-    (`LoRA(freeze_rest=False)`), which such a folder does not hold. Nothing has been written then; if writing fails (OSError),
-    earlier files of the folder are unchanged.
+    ValueError where the model has no adapters, for sharded adapters (FSDP2), for one layer in several places, and where other
+    parameters train too (`LoRA(freeze_rest=False)`), which such a folder does not hold. Nothing has been written then; if
+    writing fails (OSError), earlier files of the folder are unchanged.
     """
     check_model(model)
     model, folder = unwrapped(model), Path(directory)
@@ -73,6 +75,7 @@ def save_adapter(
             "save_pretrained, and step='convert' has merged ours into the weights"
         )
     _check_whole(model, layers)
+    _check_apart(model, layers)
     config = adapter_config(model, layers, base_model)
     tensors = {
         f"{PREFIX}{name}.{PARTS[part]}": getattr(layer, part).detach().cpu().contiguous()
@@ -116,10 +119,21 @@ def _check_whole(model: nn.Module, layers: Layers) -> None:
         )
 
 
+def _check_apart(model: nn.Module, layers: Layers) -> None:
+    """ValueError for a layer that is called by several names: PEFT would put an adapter into the first place alone."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    shared = [name for name, layer in layers.items() if places[id(layer)] > 1]
+    if shared:
+        raise ValueError(
+            f"save_adapter: in this model {shorten(shared)} stand in several places, and PEFT puts an adapter into the first "
+            "alone, which is another model; save the whole model (model.save_pretrained, or torch.save of its state_dict)"
+        )
+
+
 def adapter_config(model: nn.Module, layers: Layers, base_model: str | None) -> dict[str, Any]:
     """PEFT's description of adapters."""
     ranks = {name: layer.lora.rank for name, layer in layers.items()}
-    alphas = {name: layer.lora.factor * layer.lora.rank for name, layer in layers.items()}
+    alphas = {name: _number(layer.lora.alpha or 2 * layer.lora.rank) for name, layer in layers.items()}
     rank, alpha = _usual(ranks.values()), _usual(alphas.values())
     name = base_model or str(getattr(getattr(model, "config", None), "_name_or_path", None) or "") or None
     return {
@@ -128,11 +142,11 @@ def adapter_config(model: nn.Module, layers: Layers, base_model: str | None) -> 
         "base_model_name_or_path": name,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": _number(alpha),
+        "lora_alpha": alpha,
         "lora_dropout": _usual(layer.lora.dropout for layer in layers.values()),
         "target_modules": target_modules(model, layers),
-        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
-        "alpha_pattern": {name: _number(one) for name, one in alphas.items() if one != alpha},
+        "rank_pattern": {pattern_of(name, layers): one for name, one in ranks.items() if one != rank},
+        "alpha_pattern": {pattern_of(name, layers): one for name, one in alphas.items() if one != alpha},
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -150,11 +164,28 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def target_modules(model: nn.Module, layers: Layers) -> list[str]:
-    """Last parts of names (`q_proj`), as PEFT's own folders have them, where these mean no other module; else whole names."""
+#: Of a pattern of ranks PEFT takes the first that is the end of a name, as a regular expression.
+AT_END = r"(.*\.)?({})$"
+
+
+def pattern_of(name: str, names: Iterable[str]) -> str:
+    """What PEFT finds a layer by: its name, where that is the end of no other layer's; else an expression of it alone."""
+    plain = re.fullmatch(r"[\w.]+", name) is not None
+    found = [one for one in names if plain and re.match(AT_END.format(name), one)]
+    return name if found == [name] else f"^{re.escape(name)}"
+
+
+def target_modules(model: nn.Module, layers: Layers) -> list[str] | str:
+    """Last parts of names (`q_proj`), as PEFT's own folders have them, where these mean no other module; else whole names, or
+    an expression of them where one is the end of another module's name."""
     ends = {name.rpartition(".")[2] for name in layers}
-    meant = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends]
-    return sorted(ends if len(meant) == len(layers) else layers)
+    paths = [path for path, _ in model.named_modules()]
+    if sum(path.rpartition(".")[2] in ends for path in paths) == len(layers):
+        return sorted(ends)
+    others = [path for path in paths if path not in layers]
+    if any(path.endswith(f".{name}") for path in others for name in layers):
+        return "|".join(map(re.escape, sorted(layers)))
+    return sorted(layers)
 
 
 def multiplied(layers: Layers) -> dict[str, str]:
@@ -180,7 +211,8 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
     another way.
 
     FileNotFoundError for a folder without adapters; ValueError where layers, shapes, alpha / r or the kind of adapter (DoRA,
-    biases) differ. The model is unchanged then.
+    biases, PiSSA and others that change the base) differ, and for a model whose adapters are sharded or on meta. The model is
+    unchanged then.
     """
     from safetensors import safe_open
 
@@ -191,9 +223,12 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
             "load_adapter: the model has no adapters; call quantize_(model, QATConfig(config, lora=LoRA(...))) first, or load "
             "the folder by peft.PeftModel.from_pretrained"
         )
+    _check_held(layers)
     if not (folder / WEIGHTS).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(without(folder, f"no {CONFIG} with {WEIGHTS}", "save_adapter or peft"))
-    _check_config(read_object(folder / CONFIG), layers, folder)
+    config = read_object(folder / CONFIG)
+    _check_kind(config, folder)
+    _check_factors(config, layers, folder)
     with safe_open(folder / WEIGHTS, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         told = (file.metadata() or {}).get(KEY)
@@ -210,8 +245,23 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
     return tuple(layers)
 
 
-def _check_config(config: Mapping[str, Any], layers: Layers, folder: Path) -> None:
-    """ValueError for adapters of another kind, or of another factor."""
+def _check_held(layers: Layers) -> None:
+    """ValueError for adapters that no value of a file can be copied to as it is."""
+    for name, layer in layers.items():
+        if hasattr(layer.lora_a, "full_tensor") or layer.lora_a.is_meta:
+            where = "on meta, without values" if layer.lora_a.is_meta else "sharded"
+            raise ValueError(
+                f"load_adapter: the adapters of {name} are {where}; load them into a prepared model that is whole and on a "
+                "device, and shard it afterwards"
+            )
+
+
+#: Beginnings of adapters (PEFT's init_lora_weights) that change the base's weights too, which a folder of adapters lacks.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
+    """ValueError for adapters of another kind, or of another base."""
     kind = str(config.get("peft_type"))
     others = [name for name in ("use_dora", "lora_bias", "alora_invocation_tokens") if config.get(name)]
     if kind != "LORA" or others:
@@ -219,22 +269,36 @@ def _check_config(config: Mapping[str, Any], layers: Layers, folder: Path) -> No
             f"{folder}: adapters of peft_type {kind}{''.join(f', {name}' for name in others)}; load_adapter takes plain LoRA: "
             "load them by peft.PeftModel.from_pretrained"
         )
+    begin = str(config.get("init_lora_weights"))
+    if begin.lower().startswith(CHANGES_BASE):
+        raise ValueError(
+            f"{folder}: adapters that began as {begin}, which changed the weights of the base too; load_adapter takes those of "
+            "an unchanged base: load them by peft.PeftModel.from_pretrained, or have PEFT convert them "
+            "(save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+
+
+def _check_factors(config: Mapping[str, Any], layers: Layers, folder: Path) -> None:
+    """ValueError for a layer of another rank, or of another factor."""
     for name, layer in layers.items():
         rank = _of_layer(config, name, "rank_pattern", "r")
         alpha = _of_layer(config, name, "alpha_pattern", "lora_alpha")
         factor = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
-        if (rank, factor) != (layer.lora.rank, layer.lora.factor):
+        # As far as alpha / rank is rounded itself.
+        if rank != layer.lora.rank or not isclose(factor, layer.lora.factor, rel_tol=1e-12):
             raise ValueError(
                 f"{folder}: {name} has rank {rank:g} and alpha / rank {factor:g}, in the model rank {layer.lora.rank} and "
-                f"{layer.lora.factor:g}; prepare the model with LoRA({rank:g}, alpha={factor * rank:g})"
+                f"{layer.lora.factor:g}; prepare the model with LoRA({rank:g}, alpha={_number(factor * rank)})"
             )
 
 
 def _of_layer(config: Mapping[str, Any], name: str, pattern: str, usual: str) -> float:
-    """A number of a layer; ValueError where the file holds none that a layer can have."""
+    """A number of a layer, by the first pattern that PEFT takes; ValueError where the file holds none that a layer can have."""
     patterns = config.get(pattern) or {}
-    end = max((key for key in patterns if name == key or name.endswith(f".{key}")), key=len, default=None)
-    value = config.get(usual) if end is None else patterns[end]
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{CONFIG}: {pattern} is an object of names and numbers, got {patterns!r}")
+    found = next((key for key in patterns if compiled(AT_END.format(key)).matches(name)), None)
+    value = config.get(usual) if found is None else patterns[found]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{CONFIG}: {usual} of {name} is a positive number, got {value!r}")
     return value

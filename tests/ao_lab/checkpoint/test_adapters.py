@@ -118,6 +118,80 @@ def test_layers_of_several_ranks_and_names(tmp_path):
         assert closest(peft.PeftModel.from_pretrained(base, tmp_path)(x), net(x))
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.last = nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.last(self.proj(x))
+
+
+class Named(nn.Module):
+    """Names that are ends of other names: proj and block.proj, last and block.last; or one layer in two places."""
+
+    def __init__(self, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.block, self.last = nn.Linear(64, 64), Block(), nn.Linear(64, 64)
+        self.last = self.proj if shared else self.last
+
+    def forward(self, x):
+        return self.last(self.block(self.proj(x)))
+
+
+def test_names_that_end_other_names(tmp_path):
+    """PEFT takes the first pattern that a name ends in; a layer in two places has an adapter in one of them there."""
+    peft = pytest.importorskip("peft")
+    net, base, dtype = Named(), Named(), torch.float32
+    some = {
+        "proj": LoRA(2, alpha=10, dtype=dtype),
+        "block.proj": LoRA(4, dtype=dtype),
+        "last": LoRA(4, dtype=dtype),
+    }
+    quantize_(
+        net, ao_lab.FqnToConfig({f"{name}.weight": QATConfig(INT4, lora=one) for name, one in some.items()})
+    )
+    save_adapter(trained(net), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"^proj": 2}, {"^proj": 10})
+    assert config["target_modules"] == r"block\.proj|last|proj"
+    quantize_(base, INT4)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert closest(peft.PeftModel.from_pretrained(base, tmp_path)(x), net(x))
+    assert load_adapter(net, tmp_path) == tuple(some)
+    shared = Named(shared=True)
+    quantize_(shared, QATConfig(INT4, lora=LoRA(4)))
+    with pytest.raises(ValueError, match="proj stand in several places"):
+        save_adapter(shared, tmp_path)
+
+
+def test_folders_of_peft_as_it_reads_them(tmp_path):
+    """Expressions of names, alpha over the root of the rank; what changed the base is refused, and what cannot be filled."""
+    net, told = adapted(LoRA(49, alpha=1)), tmp_path / "adapter_config.json"
+    save_adapter(net, tmp_path)
+    config = json.loads(told.read_text())
+    assert config["lora_alpha"] == 1  # 1 / 49 * 49 is not
+
+    def load(into, **fields):
+        told.write_text(json.dumps(config | fields))
+        return load_adapter(into, tmp_path)
+
+    assert load(net, lora_alpha=3, alpha_pattern={r".*layers\.\d+\..*": 1, "q_proj": 3})
+    with pytest.raises(ValueError, match=r"alpha / rank 0\.0612"):
+        load(net, alpha_pattern={r".*self_attn\.q_proj": 3})
+    with pytest.raises(ValueError, match="prepare the model with LoRA") as refused:
+        load(net, lora_alpha=2, use_rslora=True)
+    alpha = float(str(refused.value).rpartition("alpha=")[2].rstrip(")"))
+    assert load(adapted(LoRA(49, alpha=alpha)), lora_alpha=2, use_rslora=True)
+    with pytest.raises(ValueError, match="began as pissa_niter_4, which changed the weights of the base"):
+        load(net, init_lora_weights="pissa_niter_4")
+    with pytest.raises(ValueError, match="are on meta, without values"):
+        load(adapted(LoRA(49, alpha=1)).to("meta"))
+
+
 @pytest.mark.parametrize(
     ("other", "told"),
     [
