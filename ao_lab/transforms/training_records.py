@@ -43,9 +43,11 @@ def told(record: Mapping[str, int]) -> str:
 def write_training(model: nn.Module, folder: str | Path) -> None:
     """Write the record beside a checkpoint's files; one of an earlier checkpoint goes where the model is an ordinary one."""
     record, path = training_of(model), Path(folder) / FILE
+    if not path.parent.is_dir():  # nothing was saved: transformers says so, and goes on
+        return
     if not record:
         path.unlink(missing_ok=True)
-    elif path.parent.is_dir():
+    else:
         path.write_text(json.dumps({"layers": record}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -78,7 +80,8 @@ def warn_of_other_training(model: nn.Module, folder: str | Path, stacklevel: int
 
 def warn_of_saved_training(model: nn.Module, kind: str) -> None:
     """The same for a model of transformers that was read from a checkpoint's folder, once it has been prepared in this way
-    (kind: recipe, QAT, LoRA). Another way of training comes after the first one on purpose, and is not compared."""
+    (kind: recipe, QAT, LoRA). Another way of training comes after the first one on purpose, and is not compared; nor is what
+    is still missing, since a model may be prepared in several calls (`Trainer` compares all of it)."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", None)
     if not isinstance(folder, str) or not folder:
         return
@@ -86,7 +89,7 @@ def warn_of_saved_training(model: nn.Module, kind: str) -> None:
         {what: count for what, count in record.items() if what.startswith(f"{kind} ")}
         for record in (read_training(folder), training_of(model))
     )
-    if saved and saved != now:
+    if saved and any(count > saved.get(what, 0) for what, count in now.items()):
         warnings.warn(
             f"{folder}, from which the model was read, was saved in training with {told(saved)}; this model trains with "
             f"{told(now)}",

@@ -103,6 +103,8 @@ def test_the_file_beside_a_checkpoint(tmp_path):
         write_training(trained("rowwise"), tmp_path)
         save(net(), tmp_path)
         assert not (tmp_path / FILE).exists()
+    (tmp_path / "file").touch()
+    write_training(net(), tmp_path / "file")  # transformers says that it is no folder, and goes on
 
 
 def test_models_read_from_a_checkpoint(tmp_path):
@@ -119,6 +121,9 @@ def test_models_read_from_a_checkpoint(tmp_path):
         warnings.simplefilter("error")
         quantize_(read, QATConfig(INT4))
         convert_for_training_(read, "rowwise")
+        convert_from_training_(read)
+        for part in ("0", "2"):  # one call after the other
+            convert_for_training_(read, "rowwise", filter_fn=lambda module, name, part=part: name == part)
 
 
 def test_trainer(tmp_path):
