@@ -21,7 +21,7 @@ from torch import nn
 
 from ao_lab.calibration.methods import ordered
 from ao_lab.checkpoint.api import LAYOUTS
-from ao_lab.checkpoint.io.files import write_text
+from ao_lab.checkpoint.io.files import rewrite_text, write_text
 from ao_lab.checkpoint.model_card import unserved_weights
 from ao_lab.checkpoint.size import Written, written_as
 from ao_lab.config.compressed_tensors import unserved
@@ -300,12 +300,17 @@ class Store:
         """Write everything, where there is a folder, with what another call has measured there meanwhile."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.take_others()
-            told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by, "parts": self.parts}
-            write_text(self.folder / FILE, json.dumps(_strict(told), indent=2, allow_nan=False) + "\n")
+            rewrite_text(self.folder / FILE, self.text)
+
+    def text(self) -> str:
+        """What the file is to hold."""
+        self.take_others()
+        told = {**self.comparison(self.rows).to_dict(), "made_by": self.made_by, "parts": self.parts}
+        return json.dumps(_strict(told), indent=2, allow_nan=False) + "\n"
 
     def take_others(self) -> None:
-        """Rows and parts of other names that the file has under the same conditions: those of a call beside this one."""
+        """Rows and parts that the file has under the same conditions and this store lacks: those of a call beside this one. Of
+        the same configuration alone where both calls measure a name, and not where it failed there."""
         try:
             now = json.loads((Path(self.folder or "") / FILE).read_text(encoding="utf-8"))
             found, made_by, parts = Comparison.from_dict(now), dict(now["made_by"]), dict(now["parts"])
@@ -313,10 +318,16 @@ class Store:
             return
         if differing({"model": found.model, **found.conditions}, {"model": self.model, **self.conditions}):
             return
-        new = {name: one for name, one in made_by.items() if name not in self.made_by}
-        self.made_by |= new
-        self.rows |= {row.name: row for row in found.rows if row.name in new}
-        self.parts |= {name: part for name, part in parts.items() if name in new}
+        same = {
+            name for name, one in made_by.items() if self.made_by.get(name, one) == one
+        } - self.rows.keys()
+        both = same & self.made_by.keys()
+        self.made_by |= {name: made_by[name] for name in same}
+        self.rows |= {
+            r.name: r for r in found.rows if r.name in same and (r.status == OK or r.name not in both)
+        }
+        left = same - self.rows.keys() - self.parts.keys()
+        self.parts |= {name: part for name, part in parts.items() if name in left}
 
     def comparison(self, names: Iterable[str]) -> Comparison:
         """The rows of these names, as far as there are any."""

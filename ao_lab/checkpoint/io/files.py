@@ -167,3 +167,13 @@ def write_text(path: Path, text: str) -> None:
     """Write a file of text in one step: readers find the earlier one or all of the new one."""
     with staged(path.parent) as place:
         (place / path.name).write_text(text, encoding="utf-8")
+
+
+def rewrite_text(path: Path, made: Callable[[], str]) -> None:
+    """The same of a text that is made from what the file holds: what another process wrote before is read, and none writes
+    meanwhile."""
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as place, locked(path.parent):
+        refuse_folders([path])
+        new = Path(place) / path.name
+        new.write_text(made(), encoding="utf-8")
+        new.replace(path)

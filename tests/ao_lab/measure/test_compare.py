@@ -674,5 +674,14 @@ def test_two_calls_in_one_folder_keep_the_rows_of_both(tmp_path):
     }
     assert set(kept["made_by"]) == {"nf4", "mxfp4", "unquantized"}
     assert [row.name for row in one.comparison(["nf4"]).rows] == ["nf4"]
+    # Both measure int8, of which one is done; int4 is another configuration there, and fp8 failed.
+    one, other = (
+        Store.of("m", conditions, {"int8": "int8", "int4": bits, "fp8": "fp8"}, tmp_path)
+        for bits in ("3", "4")
+    )
+    for row in (Compared("int8", loss=3.0), Compared("int4", loss=4.0), Compared("fp8", "failed")):
+        other.add(row)
+    one.add_part("unquantized", {"loss": 9.0})
+    assert set(one.rows) == {"nf4", "mxfp4", "unquantized", "int8"}
     replace(one, conditions={"text": "u", "windows": 8}, rows={}, made_by={}).write()
     assert json.loads((tmp_path / "comparison.json").read_text())["rows"] == []
