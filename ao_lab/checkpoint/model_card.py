@@ -99,6 +99,8 @@ SERVED_ARCHITECTURES = frozenset(
 
 #: Model types that GGUF is written for (`ao_lab.clients.gguf.architectures`).
 GGUF_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+#: What the name of their embedding ends in.
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -456,10 +458,12 @@ def exported(contents: Contents, name: str) -> list[str]:
     recipes = [weight.meta.recipe for weight in contents.records.weights.values()]
     if contents.config.get("model_type") not in GGUF_MODELS or not all(map(is_gguf_block, recipes)):
         return []
-    command = code("sh", f"ao-lab export {shlex.quote(one_line(name))} model.gguf --embedding int8_g32_f16")
+    command = f"ao-lab export {shlex.quote(one_line(name))} model.gguf"
+    if any(key.endswith(EMBEDDING) for key in contents.records.weights):
+        return ["For llama.cpp:", code("sh", command)]
     return [
         "For llama.cpp (`--embedding` stores the embedding in 8 bits, as llama.cpp's own files do; without it in its dtype):",
-        command,
+        code("sh", f"{command} --embedding int8_g32_f16"),
     ]
 
 

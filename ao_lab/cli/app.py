@@ -215,7 +215,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a Hugging Face model; the result loads in transformers, and in vLLM where it has kernels."""
-    from ao_lab.cli.early import check_methods, check_quantize, check_skip, check_tokens
+    from ao_lab.cli.early import check_counts, check_methods, check_quantize, check_skip, check_tokens
     from ao_lab.cli.terminal import check_new_folder, whole_or_nothing, work
 
     # Before what takes seconds to import.
@@ -223,6 +223,7 @@ def quantize(
     check_methods(method or [], calibration)
     check_new_folder(out_dir)
     check_skip(model_dir, skip or [])
+    check_counts(length=length)
     check_tokens(model_dir, length)
     kept = f"nothing was written to {out_dir}"
     calibrated = None if calibration is None else model_dir
@@ -414,10 +415,11 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure the fastest kernel for each layer on this device, and save the choices."""
-    from ao_lab.cli.early import check_source
+    from ao_lab.cli.early import check_configuration, check_source
     from ao_lab.cli.terminal import work
 
-    check_source(model_dir, [config] if config else [], None, skip or [])
+    check_source(model_dir, [], None, skip or [])
+    check_configuration(config, activation, option or [])
     with work("tune", "no choice was saved", as_json):
         from ao_lab.cli.tune import Wanted, run_tune
 

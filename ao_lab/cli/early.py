@@ -50,10 +50,15 @@ def check_weights(folder: Path) -> None:
 
 def check_quantize(folder: Path, config: str | None, activation: str | None, options: list[str]) -> None:
     """WrongInput for a folder without a model, and for a configuration and options that are none."""
-    from ao_lab.cli.named_config import config_of, with_options
-
     check_model(folder, "transformers' save_pretrained")
     check_weights(folder)
+    check_configuration(config, activation, options)
+
+
+def check_configuration(config: str | None, activation: str | None, options: list[str]) -> None:
+    """WrongInput for a configuration of --config, --activation and --option that is none; None passes."""
+    from ao_lab.cli.named_config import config_of, with_options
+
     if config is not None:
         name, given = with_options(config, options)
         config_of(name, activation, given)
@@ -90,7 +95,7 @@ def check_counts(limit: int | None = None, length: int | None = None, new_tokens
     if limit is not None and limit < 1:
         raise WrongInput(f"--limit {limit}: --limit is at least 1 sequence and --length at least 2 tokens")
     if length is not None and length < 2:
-        raise WrongInput(f"--length {length}: --limit is at least 1 sequence and --length at least 2 tokens")
+        raise WrongInput(f"--length {length}: --length is at least 2 tokens")
     if new_tokens < 0:
         raise WrongInput(f"--new-tokens {new_tokens}: give the tokens that generate() makes, or 0")
 

@@ -147,6 +147,10 @@ def test_a_card_names_the_export_of_what_gguf_holds_alone(tmp_path):
         saved(tmp_path / scheme, scheme)
         found = "ao-lab export" in model_card(tmp_path / scheme)
         assert found == (scheme in ("int4_g32_f16", "mxfp4")), scheme
+    model, config = small_model(), SchemeConfig(scheme="mxfp4")
+    quantize_(model, config, lambda m, name: isinstance(m, (nn.Linear, nn.Embedding)))
+    save_pretrained(model, tmp_path / "all", config=LLAMA)
+    assert "ao-lab export all model.gguf\n" in model_card(tmp_path / "all")  # --embedding is refused there
 
 
 def test_results_are_shown_and_replaced(tmp_path):

@@ -23,6 +23,7 @@ COMMANDS = {
     "--calibration no.txt is no file": ["compare", "model", "--calibration", "no.txt"],
     "--limit 0: --limit is at least 1": ["compare", "model", "--limit", "0"],
     "--length 1: ": ["eval", "model", "--length", "1"],
+    "--length 0: --length is at least 2 tokens": ["quantize", "model", "out", "--config", "mxfp4", "--length", "0"],
     "--new-tokens -1: ": ["compare", "model", "--new-tokens", "-1"],
     "give a model (--model DIR) or shapes": ["bench"],
     "unknown scheme 'mxfp4_e2m1'; the nearest are mxfp4, ": ["schemes", "mxfp4_e2m1"],
@@ -44,6 +45,7 @@ COMMANDS = {
     "--skip q-proj: no layer or submodule has this name; the nearest is q_proj": [
         "choose", "model", "--out", "p", "--config", "mxfp4", "--calibration", "t", "--skip", "q-proj",
     ],
+    "--config SchemeConfig: unknown scheme 'nf5'": ["tune", "model", "--config", "SchemeConfig", "--option", "scheme=nf5"],
     "--config mxfp7 is no configuration": ["tune", "model", "--config", "mxfp7"],
     "unknown experiment 'ptqq'; the nearest are ptq": ["reproduce", "ptqq"],
     "unknown part 'int8_rowise' of ptq; the nearest is int8_rowwise": ["reproduce", "ptq", "--only", "int8_rowise"],
