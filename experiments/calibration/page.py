@@ -81,9 +81,16 @@ def minutes_of(run: RealRun) -> list[str]:
     if not minutes:
         return []
     least, most = (number(limit(minutes), 1) for limit in (min, max))
-    return [f"the best methods take {least if least == most else f'{least} to {most}'} minutes on this model"]
+    which = (
+        "these methods"
+        if len(minutes) == len(best)
+        else f"those {len(minutes)} of {len(best)} that were timed"
+    )
+    return [f"{which} take {least if least == most else f'{least} to {most}'} minutes on this model"]
 
 
+#: Bits of a weight, scales and all, and how many times rounding's are more than its rounding of this number.
+BITS, MORE_BITS = "bits per weight", 1.02
 #: The scheme of the first page's number.
 QUOTED = "int4_g64"
 
@@ -112,7 +119,8 @@ def quantized_before(run: RealRun) -> str:
 
 
 class Best(NamedTuple):
-    """The method of a scheme that does best on the other text, the share that it removes, and how many were compared."""
+    """The method of a scheme that does best on the other text, of those that store no more bits than rounding, the share that
+    it removes, and how many were compared."""
 
     scheme: str
     method: str
@@ -125,7 +133,7 @@ def bests(run: RealRun, text: str) -> list[Best]:
     """Of each scheme, where it was measured."""
     found, results = [], run.texts[text]
     for setting in (one for one in cases(run) if not is_choice(one)):
-        names = methods(results, setting)
+        names = [one for one in methods(results, setting) if not is_larger(run, setting, one)]
         name = run.chosen(text, setting, names, RECOVERED, most=True)
         value, half = results.value(setting, name, RECOVERED), results.half(setting, name, RECOVERED_ERROR)
         if value is not None and math.isfinite(value):
@@ -134,21 +142,37 @@ def bests(run: RealRun, text: str) -> list[Best]:
     return found
 
 
+def is_larger(run: RealRun, setting: str, method: str) -> bool:
+    """Whether a method stores more bits a weight than rounding in this scheme, as low-rank factors are."""
+    mine, plain = (run.whole.value(setting, one, BITS) for one in (method, ROUNDING))
+    return mine is not None and plain is not None and mine > plain * MORE_BITS
+
+
 def best_of(run: RealRun) -> list[str]:
     """A sentence for each text on which a method was measured."""
     return [sentence(run, text, found) for text in run.texts if (found := bests(run, text))]
 
 
 def sentence(run: RealRun, text: str, found: Sequence[Best]) -> str:
-    """Of one text: the share of each scheme, the largest first, its method, and where no other was measured."""
+    """Of one text: the share of each scheme and what is left of its loss, the least first, its method, and where no other was
+    measured."""
+    results = run.texts[text]
+    changes = {one.scheme: results.value(one.scheme, one.method, PERPLEXITY) for one in found}
     words = [
-        f"{one.scheme} {number(one.share, 0)}% by {one.method}{', the only one measured' * (one.compared <= 1)}"
-        for one in sorted(found, key=lambda one: -one.share)
+        f"{one.scheme} {number(one.share, 0)}% by {one.method}{' (the only one measured)' * (one.compared <= 1)}, "
+        f"{signed(changes[one.scheme])}"
+        for one in sorted(found, key=lambda one: changes[one.scheme] or math.inf)
     ]
+    by = "the method that is best on the other text" if len(run.texts) > 1 else "the best method"
     return (
-        f"{run.model}, {text} ({run.where.run}), share of rounding's KL divergence that the best method removes: "
-        f"{'; '.join(words)}."
+        f"{run.model}, {text} ({run.where.run}), share of rounding's KL divergence that {by} removes, and change of perplexity "
+        f"that is left: {'; '.join(words)}."
     )
+
+
+def signed(value: float | None) -> str:
+    """A change in percent."""
+    return "" if value is None else f"{value:+.1f}%"
 
 
 def choices_of(run: RealRun) -> list[str]:
@@ -174,7 +198,7 @@ def best_table(run: RealRun, text: str) -> list[Table]:
         [one.scheme, one.method, rounded(one.share, one.half, unit="%"), str(one.compared)]
         for one in bests(run, text)
     ]
-    by = ", chosen on the other text" if len(run.texts) > 1 else ""
+    by = " at rounding's size" + (", chosen on the other text" if len(run.texts) > 1 else "")
     columns = ["scheme", f"best method{by}", "of rounding's KL removed", "methods compared with rounding"]
     return (
         [Table(f"{run.model}, {text}: best method of each scheme", columns, lines, run.texts[text].rows)]

@@ -270,6 +270,7 @@ def unquantized_words(where: Where, results: Results) -> list[str]:
         else " fp8_residual, which leaves the same in 8 bits, has no row."
     )
     return [
-        f"**{said}**: compare those that leave the same tokens. In windows{length} tokens they are a large share of what is "
-        f"read, less in the last quarter. Bytes a token count them, beside the codes of all tokens.{peer}"
+        f"**{said}.** Bits alone make the difference between those that leave the same tokens. In windows{length} tokens "
+        f"these are a large share of what is read and a smaller one in the last quarter; bytes a token count them beside the "
+        f"codes of all tokens.{peer}"
     ]

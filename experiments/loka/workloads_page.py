@@ -185,7 +185,14 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
         if where.scale == "full":
             limit = limit_of(EXPERIMENT, "trajectory", "reach of the interval")
             targets = [
-                limit.target(f"{one.setting}, {one.method}", one.reach)
+                limit.target(
+                    f"{one.setting}, {one.method}: farther end of the interval",
+                    one.reach,
+                    unit="%",
+                    value_format=".2f",
+                    limit_format=".2f",
+                    day=results.day(one.setting, one.method),
+                )
                 for one in qualities(results)
                 if one.method in RECIPES and one.method != BASE
             ]

@@ -429,8 +429,17 @@ def _check_target(record: Scheme) -> None:
 
 
 def _check_range(record: Scheme) -> None:
-    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, unless `deviations` name that."""
-    if record.scale.storage in ("float32", POWER_STORAGE) or record.outer is not None or record.deviations:
+    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, and for ratios that are rounded to the
+    nearest power of two, unless `deviations` name that."""
+    if record.scale.storage == "float32" or record.outer is not None or record.deviations:
+        return
+    if record.scale.storage == POWER_STORAGE:
+        if record.scale.rule == "ratio":
+            raise ValueError(
+                f"scales of {record.name} are ratios rounded to the nearest power of two, down as well as up, so that the "
+                f"largest elements of blocks saturate by up to 30%. Give rule='rceil', which saturates none, or 'floor', "
+                f"OCP's; or name it in deviations"
+            )
         return
     storage = FORMATS[record.scale.storage]
     if storage.kind == "float" and storage.bits <= 8:

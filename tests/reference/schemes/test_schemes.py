@@ -162,6 +162,20 @@ def test_scales_of_8_bits_have_an_outer_scale_or_are_meant(scheme):
     assert np.allclose(got, X * 1e6, rtol=0.07, atol=1e3)
 
 
+def test_ratios_are_no_powers_of_two_unless_that_is_meant(scheme):
+    """Rounded to the nearest power, scales are too small for half of the blocks; the rule that the message names is not."""
+    near = replace(
+        SCHEMES["mxfp8_e4m3"], name="near", scale=replace(SCHEMES["mxfp8_e4m3"].scale, rule="ratio")
+    )
+    x = np.full((1, 32), 1.25 * 448, np.float32)
+    assert np.all(reference.fake_quantize(x, near) == 448)
+    refused(ValueError, "nearest power of two.*rule='rceil'", register, near)
+    assert "near" not in SCHEMES
+    made = register(replace(near, scale=replace(near.scale, rule="rceil")))
+    assert np.all(reference.fake_quantize(x, made) == x)
+    assert register(replace(near, name="meant", deviations=("saturates",))).scale.rule == "ratio"
+
+
 def test_elements_of_six_exponent_bits_have_a_target(scheme):
     """Their largest value is beyond 2**20, the largest target."""
     wide = register(Format(name="wide", kind="float", bits=8, exponent_bits=6, mantissa_bits=1))
