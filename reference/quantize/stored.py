@@ -47,7 +47,8 @@ class QuantizedStructure:
 
     `jax.lax.scan` takes the first axis off every array, `jax.vmap` puts one on: the shape is that of the codes at each time.
     axis: counted from the end. last: length of the last axis, which codes of less than a byte do not tell once packed; None
-    where they do. shape: of the instance that was taken apart, for one whose codes are no array (a sharding, say).
+    where they do. shape: of the instance that was taken apart, for one whose codes are no array (a sharding, say). wrong: that
+    shape, alone, where its codes were of another one, as made by hand; it stays, and the axis as it was, for an error; else ().
     """
 
     scheme: Any
@@ -56,28 +57,33 @@ class QuantizedStructure:
     packed: bool
     tiled: bool
     shape: Any = field(compare=False)
+    wrong: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, q: Quantized) -> QuantizedStructure:
         """That of q."""
-        shape, axis = q.shape, q.axis
-        last = shape[-1] if q.packed and shape and q.scheme.format.bits < 8 else None
-        if _is_index(axis) and axis >= 0:
+        shape, axis, last = q.shape, q.axis, _last(q)
+        lengths = getattr(q.codes, "shape", None)
+        is_right = isinstance(shape, tuple) and (
+            not isinstance(lengths, tuple)
+            or (lengths == shape if last is None else lengths[:-1] == shape[:-1])
+        )
+        if is_right and _is_index(axis) and axis >= 0:
             axis -= len(shape) or 1
         parts = {"scheme": q.scheme, "axis": axis, "last": last, "packed": q.packed, "tiled": q.tiled}
         made = object.__new__(cls)  # JAX takes apart what each call is given: a third of the time of __init__
-        made.__dict__.update(parts, shape=shape)
+        made.__dict__.update(parts, shape=shape, wrong=() if is_right else (shape,))
         return made
 
     def filled(self, codes: Any, scale: Any, outer: Any, zero: Any) -> Quantized:
         """A `Quantized` of these arrays. An axis that codes of fewer axes do not have stays as it is, for an error."""
         lengths = getattr(codes, "shape", None)
-        shape = self.shape
-        if isinstance(lengths, tuple):
-            shape = tuple(lengths) if self.last is None else (*lengths[:-1], self.last)
-        axis = self.axis
-        if _is_index(axis) and axis + (len(shape) or 1) >= 0:
-            axis += len(shape) or 1
+        shape, axis = self.shape, self.axis
+        if not self.wrong:
+            if isinstance(lengths, tuple):
+                shape = tuple(lengths) if self.last is None else (*lengths[:-1], self.last)
+            if _is_index(axis) and axis + (len(shape) or 1) >= 0:
+                axis += len(shape) or 1
         parts = {"codes": codes, "scale": scale, "outer": outer, "zero": zero, "shape": shape, "axis": axis}
         return Quantized.from_fields(
             {**parts, "scheme": self.scheme, "packed": self.packed, "tiled": self.tiled}
@@ -92,7 +98,14 @@ class QuantizedStructure:
     def read(cls, text: str) -> QuantizedStructure:
         """The inverse of `text`; formats of a scheme of one's own are registered."""
         fields = json.loads(text)
-        return cls(**{**fields, "scheme": record_of(fields["scheme"]), "shape": tuple(fields["shape"])})
+        shape, wrong = tuple(fields["shape"]), tuple(map(tuple, fields["wrong"]))
+        return cls(**{**fields, "scheme": record_of(fields["scheme"]), "shape": shape, "wrong": wrong})
+
+
+def _last(q: Quantized) -> Any:
+    """The length of the last axis where packed codes do not tell it; else None."""
+    is_short = q.packed and isinstance(q.scheme, Scheme) and q.scheme.format.bits < 8
+    return q.shape[-1] if is_short and isinstance(q.shape, tuple) and q.shape else None
 
 
 def _is_index(axis: Any) -> bool:

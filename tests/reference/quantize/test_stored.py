@@ -357,6 +357,24 @@ def test_what_does_not_fit_is_refused(library, case):
     refused(error, said, dequantize, q)
 
 
+@pytest.mark.parametrize("run", [reference.dequantize, jax.jit(reference.dequantize)], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("ternary_rowwise", {"packed": False}, r"have shape \(4, 256\), got \(4, 64\); .* packed=True"),
+        ("ternary_rowwise", {"shape": (2, 256)}, r"of shape \(2, 256\) .* got \(4, 64\)"),
+        ("fp8_tensorwise", {"shape": (256, 4)}, r"have shape \(256, 4\), got \(4, 256\)"),
+        ("fp8_tensorwise", {"shape": None}, "tuple of integers, got None"),
+    ],
+)
+def test_jax_refuses_another_shape_than_that_of_the_codes(run, name, wrong, said):
+    """Shapes follow from codes where JAX takes a `Quantized` apart; one that did not fit before stays, and its scales fit."""
+    q = replace(quantize(jnp.asarray(FIELD_X), name, packed=True), **wrong)
+    refused((ValueError, TypeError), said, run, q)
+    assert jax.tree.map(lambda leaf: leaf, q).shape == q.shape
+    assert jax.tree.structure(q) != jax.tree.structure(replace(q, shape=(4, 256), packed=True))
+
+
 def test_scales_of_another_library():
     q = quantize(FIELD_X, "fp8_rowwise")
     with pytest.raises(ValueError, match="in the codes' library, got a ArrayImpl"):
