@@ -181,8 +181,9 @@ def _dequantized(
 def _by_heads(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (B, H, T, n) times b (B, heads, n, m), one of b's heads for a group of a's: (B, H, T, m) in float32, where products of
     16-bit floats are exact (in TF32 too); rounded to 16 bits, a score of 10 would be off by 0.03."""
-    grouped = a.float().reshape(a.shape[0], b.shape[1], -1, a.shape[-1])
-    return (grouped @ b.float()).view(*a.shape[:3], b.shape[-1])
+    batch, heads, tokens, width = a.shape
+    grouped = a.float().reshape(batch, b.shape[1], heads // b.shape[1] * tokens, width)
+    return (grouped @ b.float()).view(batch, heads, tokens, b.shape[-1])
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:

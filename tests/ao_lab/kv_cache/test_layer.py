@@ -68,6 +68,18 @@ def test_by_operations_of_torch(name):
     assert (found - expected).abs().max() <= 64 * 2.0**-24 * expected.abs().max() * 4
 
 
+def test_an_empty_batch_has_an_empty_result():
+    """As on CPUs; by products in heads too, which a softcap asks for."""
+    layer = LAYER.KVLayer(ROOM, WINDOWS["tokens"])
+    k = torch.zeros(0, 2, 3, 32)
+    keys, values = layer.update(k, k)
+    for softcap in (0.0, 30.0):
+        found = by_torch(
+            torch.zeros(0, 4, 2, 32), keys.store, values.store, keys.length, None, 1.0, True, softcap
+        )
+        assert found.shape == (0, 4, 2, 32)
+
+
 def test_scores_of_16_bit_tensors_are_not_rounded(monkeypatch):
     """Scores to 40 of operands that bfloat16 holds: rounded they would be off by 0.1, weights by a tenth."""
     exact = [x.bfloat16().float() for x in states()]
