@@ -160,6 +160,8 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
             )
     if chosen := choices(run, results):
         panels[AUTOMATIC] = Panel(chosen, {}, {})
+    several = {title: panel for title, panel in panels.items() if len(panel.points) > 1}
+    panels = several or panels
     if not panels:
         return None
     labels = "minutes to choose and quantize", "rounding's KL divergence removed (%)"
@@ -168,8 +170,8 @@ def minutes_drawing(run: RealRun) -> Drawing | None:
     narrow = front_panels(panels, *labels, COLORS, xlog=True, columns=1, width=NARROW)
     caption = (
         f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "
-        "recovered within so many minutes; minutes of the automatic choice hold the choosing. Methods without a time are in "
-        "tables alone."
+        "recovered within so many minutes; minutes of the automatic choice hold the choosing. Methods without a time, and "
+        "schemes with one that has a time, are in tables alone."
     )
     return Drawing(f"calibration-minutes-{run.ending}", caption, wide, narrow)
 

@@ -34,8 +34,8 @@ TYPE, DOT = 7.0, 2.5
 NARROW, LOWEST = 3.55, 3.4
 #: Names that the legend has beside each other for each inch of width, and the part of a panel's height that a line of it takes.
 WORDS, LINE = 0.7, 0.04
-#: What a label costs that the edge of the figure cuts off, in others that it would cover.
-CUT = 30
+#: What a label costs that leaves its panel, and one that the edge of the figure cuts off, in others that it would cover.
+OUTSIDE, CUT = 8, 30
 #: Slant of words over places of the axis in degrees, their height in points of type, and the letters of a title an inch.
 SLANT, TOP, LETTERS = 45, 62, 9.5
 #: How far apart the places of a line are that labels do not cover, in pixels.
@@ -181,15 +181,12 @@ def place(axis: Axes, note: Annotation, taken: Sequence[Bbox], drawn: Sequence[B
         move(note, x, y, across, along)
         box = note.get_window_extent()
         outside = (
-            box.x0 < axis.bbox.x0
-            or box.x1 > axis.bbox.x1 + 30
-            or box.y0 < axis.bbox.y0
-            or box.y1 > axis.bbox.y1
+            box.x0 < axis.bbox.x0 or box.x1 > axis.bbox.x1 or box.y0 < axis.bbox.y0 or box.y1 > axis.bbox.y1
         )
         hidden = (
             3 * sum(box.overlaps(one) for one in taken)
             + sum(box.overlaps(one) for one in drawn)
-            + 2 * outside
+            + OUTSIDE * outside
             + CUT * (box.x1 > axis.get_figure(root=True).bbox.x1)
         )
         costs.append((hidden, number))

@@ -7,9 +7,9 @@ are static. JAX gets the arrays as leaves of a pytree, and torch tensors in them
 JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after
 JAX is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands
 that to `jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone
-would make `import reference` slow.) `flax.serialization` learns of the classes at the same moments. Its state has the arrays
-by name, and "record", the other fields as JSON in uint8: arrays alone, as what maps over a state expects. Restoring needs a
-target with the same record, so that codes of one scheme are never read as those of another.
+would make `import reference` slow.) `flax.serialization` learns of the classes then, or when it is imported itself. Its state
+has the arrays by name, and "record", the other fields as JSON in uint8: arrays alone, as what maps over a state expects.
+Restoring needs a target with the same record, so that codes of one scheme are never read as those of another.
 
 **Calls.** Concrete JAX arrays run compiled: `quantize(jnp_array, ...)` is one XLA program, cached by record and shape.
 Operation by operation the same call would dispatch some hundreds of small programs, each compiled when first met. Tracers
@@ -30,12 +30,15 @@ traced ones, keep to the torch namespace (`reference.arrays.namespace`). No grad
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import lru_cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from math import prod
 from operator import attrgetter
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -187,6 +190,9 @@ def register_jax() -> None:
         return
     import jax
 
+    if _UNKNOWN_TO_FLAX:
+        sys.meta_path.insert(0, _Flax())
+
     while _UNKNOWN_TO_JAX:
         _register_jax(jax, _UNKNOWN_TO_JAX.pop())
 
@@ -232,6 +238,26 @@ def register_flax_if_imported() -> None:
     while _UNKNOWN_TO_FLAX:
         cls = _UNKNOWN_TO_FLAX.pop()
         _register_flax(serialization, cls, _ARRAYS[cls])
+
+
+class _Flax(MetaPathFinder):
+    """Makes the classes known to `flax.serialization` when that is imported, which takes a second and is not done here."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The module as others find it, with what is done once it has run."""
+        if name != "flax.serialization":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                register_flax_if_imported()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def holds_jax(value: Any) -> bool:

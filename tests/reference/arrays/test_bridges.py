@@ -197,6 +197,18 @@ def test_a_round_trip_through_flax(serialization, scheme):
     assert_same_bits(serialization.from_state_dict(target, state).codes, q.codes)
 
 
+@pytest.mark.nightly
+def test_flax_may_be_imported_after_quantizing():
+    """In a process of its own: what was quantized before is known to flax."""
+    lines = (
+        "import ao_lab.jax, jax.numpy as jnp; q = ao_lab.jax.quantize(jnp.ones((4, 64)), 'mxfp8_e4m3')",
+        "from flax import serialization",
+        "back = serialization.from_bytes(q, serialization.to_bytes(q)); assert (back.codes == q.codes).all()",
+    )
+    pytest.importorskip("flax")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+
+
 def test_jax_arrays_through_flax(serialization):
     q = ao_lab.jax.quantize(jax.numpy.asarray(WIDE), "mxfp8_e4m3")
     back = serialization.from_bytes(q, serialization.to_bytes(q))
