@@ -207,8 +207,11 @@ def noted(row: Row) -> str:
 
 
 def beside_card(rows: Sequence[Row], method: str) -> str:
-    """What a card on the speed of layers says of whole trainings by the same recipe; "" without any."""
-    words = [f"{ratio:.2f}x ({noted(row)})" for row, ratio in ratios_found(rows).get(method, [])]
+    """What a card on the speed of layers says of whole trainings by the same recipe, undisturbed ones where there are any; ""
+    without any."""
+    found = ratios_found(rows).get(method, [])
+    shown = [(row, ratio) for row, ratio in found if not disturbed(row)] or found
+    words = [f"{ratio:.2f}x ({noted(row)})" for row, ratio in shown]
     return f"whole trainings {' and '.join(words)}" if words else ""
 
 

@@ -140,10 +140,11 @@ def predictions_found(rows: Sequence[Row], brief: bool = False) -> list[str]:
         told = "" if best is None else divergence_words(best[1])
         if best is None or not told:
             continue
+        of = f"{kind.removeprefix(REAL)} ({best[0]})"
+        words.append(f"{of}, KL from its own predictions, nats: {told}.")
         changes = {method: relative(best[1], ALL, method) for method in best[1].methods}
-        change = ", ".join(f"{method} {one}" for method, one in changes.items() if one)
-        told += f". Change of perplexity: {change}" if change and not brief else ""
-        words.append(f"{kind.removeprefix(REAL)} ({best[0]}), KL from its own predictions, nats: {told}.")
+        if change := "; ".join(f"{method} {one}" for method, one in changes.items() if one and not brief):
+            words.append(f"{of}, change of perplexity: {change}.")
     return words
 
 
