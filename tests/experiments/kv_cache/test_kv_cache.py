@@ -109,8 +109,8 @@ def test_page():
         "Of needles among 131072 tokens are found 12% (exact), 12% (fp8 sums, one chain)"
     )
     # Student's t of three degrees of freedom: 3.18 times a standard error of 1 percent.
-    assert "fp8 +0.1 ± 3.2%" in found[2]
-    assert page.main_finding(rows).startswith(found[2].split(". Change")[0])
+    assert "fp8 +0.1 ± 3.2%" in found[3]
+    assert page.main_finding(rows).startswith(found[2].removesuffix("."))
     assert found[1].rstrip(".") in page.main_finding(rows)
     saturated = [replace(one, value=100.0) if one.metric == run.FOUND else one for one in rows]
     assert "the test tells none apart" in page.findings(saturated)[1]
