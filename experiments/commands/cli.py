@@ -67,7 +67,8 @@ def reproduce(
         typer.Option(
             help="With ptq, qat, calibration, decode, fp8_training and sparsity: measure only this model, repeatable: folder "
             "of a Hugging Face model, or a name that ao-lab pretrained lists. Causal language models; ptq and calibration also "
-            "take sentence encoders, ptq Whisper. --only then selects schemes (fp8_training: recipes)."
+            "take sentence encoders, ptq Whisper. --only then selects schemes (fp8_training: recipes); ptq --only weights "
+            "leaves out the measurements that quantize activations too."
         ),
     ] = None,
     task: Annotated[

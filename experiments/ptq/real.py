@@ -11,7 +11,8 @@ many layers it quantizes stands behind its name (`DENSE_LAYERS`).
 
 Sentence encoders and speech models are parts (`ao-lab reproduce ptq --only encoders`, `--only speech`): all default schemes on
 the models of that task that packages carry, the smallest first, at either scale; they take seconds a scheme where a language
-model takes minutes. Schemes that `--only` names beside a part are measured alone.
+model takes minutes. Schemes that `--only` names beside a part are measured alone. `--only weights` leaves out the measurements
+in which inputs are quantized too.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     part: tuple(one.name for one in sorted(RECORDS, key=lambda one: one.parameters) if one.task == task)
     for part, task in (("encoders", ENCODER), ("speech", SPEECH))
 }
+#: What `--only` names to measure quantized weights alone.
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,22 @@ class Task:
 
 def real_tasks(settings: Settings, base: str = BASE) -> list[Task]:
     """The base model (rows of the method `base`), then schemes: few at quick scale, all default ones at full, or those that
-    `settings.only` names.
+    `settings.only` names; of weights, then of weights and inputs, unless it names `WEIGHTS`.
 
     Conventions of other projects are measured by name: most round ordinary weights as a default scheme does (the stand-in has
     them all).
     """
-    quick = settings.scale == "quick" and not settings.only
-    weights = QUICK_WEIGHTS if quick else settings.only or default_schemes(settings)
-    inputs = QUICK_INPUTS if quick else weights
+    named = schemes_of(settings.only)
+    quick = settings.scale == "quick" and not named
+    weights = QUICK_WEIGHTS if quick else named or default_schemes(settings)
+    inputs = () if WEIGHTS in settings.only else QUICK_INPUTS if quick else weights
     tasks = [Task(scheme, None) for scheme in weights]
     return [Task(base, None), *tasks, *(Task(scheme, activation_scheme(scheme)) for scheme in inputs)]
+
+
+def schemes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the names of `--only` that are neither parts nor `WEIGHTS`."""
+    return tuple(name for name in names if name not in (*PARTS, WEIGHTS))
 
 
 def default_schemes(settings: Settings) -> tuple[str, ...]:
@@ -95,8 +104,9 @@ def of_parts(settings: Settings) -> Settings:
     if settings.asked is not None or not settings.only:
         return settings
     models = tuple(name for part, names in PARTS.items() if part in settings.only for name in names)
-    schemes = tuple(name for name in settings.only if name not in PARTS)
-    return replace(settings, models=models, only=schemes or default_schemes(settings))
+    schemes = schemes_of(settings.only) or default_schemes(settings)
+    alone = (WEIGHTS,) if WEIGHTS in settings.only else ()
+    return replace(settings, models=models, only=(*schemes, *alone))
 
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
@@ -177,15 +187,17 @@ def quantized(bench: AnyBench, task: Task, whole: bool = True) -> nn.Module:
 
 
 def check_parts(names: Sequence[str]) -> None:
-    """ValueError for names that are neither parts nor schemes, and for schemes without a part: of no model."""
+    """ValueError for names that are neither parts nor schemes nor `WEIGHTS`, and for a run without a part: of no model."""
     check_schemes([name for name in names if name not in PARTS])
     if not any(name in PARTS for name in names):
+        what = "says what to measure" if names[0] == WEIGHTS else "is a scheme"
         raise ValueError(
-            f"{names[0]} is a scheme; name the models beside it: --only {' or --only '.join(PARTS)}, or --model DIR"
+            f"{names[0]} {what}; name the models beside it: --only {' or --only '.join(PARTS)}, or --model DIR"
         )
 
 
 def check_schemes(names: Sequence[str]) -> None:
-    """ValueError for names that are no schemes."""
+    """ValueError for names that are neither schemes nor `WEIGHTS`."""
     for name in names:
-        activation_scheme(name)
+        if name != WEIGHTS:
+            activation_scheme(name)

@@ -237,6 +237,10 @@ class Tables:
         it fails they are not run.
         """
         todo, failed, most, broken = self.left(tasks), list[Row](), 0.0, ""
+        if len(todo) < len(tasks):
+            say(
+                f"{title}: {len(tasks) - len(todo)} of {len(tasks)} measurements are kept, {len(todo)} missing"
+            )
         if not todo:
             return failed
         with track_progress(title, len(todo)) as work:

@@ -420,9 +420,8 @@ def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
     new = {measurement(experiment, row) for row in here if not is_known(name, row, settings)}
     found = [row for row in here if measurement(experiment, row) not in new]
     if here:
-        say(
-            f"{name}: {len(found)} of {len(here)} rows that this run could measure were measured before and are kept"
-        )
+        anew = f"; {len(here) - len(found)} are measured anew" * (len(found) < len(here))
+        say(f"{name}: {len(found)} rows that were measured before are kept{anew}")
     return found
 
 

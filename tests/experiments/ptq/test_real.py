@@ -393,3 +393,7 @@ def test_full_scale_has_every_default_scheme_with_and_without_inputs(tmp_path):
     assert methods >= {"bfloat16", *(name for name in SCHEME_RECORDS if "." not in name), *settings.served}
     assert len(tasks) == 2 * len(methods) - 1
     assert len(real_tasks(settings_for("quick", "cpu", tmp_path))) <= 12
+    alone = real_tasks(replace(settings, only=("weights",)))
+    assert [task for task in tasks if task.activations is None] == alone, "--only weights leaves inputs alone"
+    named = real_tasks(replace(settings, only=("weights", "nvfp4")))
+    assert [(one.method, one.activations) for one in named] == [("bfloat16", None), ("nvfp4", None)]

@@ -187,10 +187,13 @@ def test_a_part_measures_the_models_of_its_task(place, tmp_path, monkeypatch):
     assert whole.models == ("whisper-base",)
     assert set(whole.only) == set(default_schemes(here)) > {"nvfp4", "int2_g32"}
     assert of_parts(replace(here, only=())).models == here.models
+    assert of_parts(replace(here, only=("speech", "weights"))).only == (*whole.only, "weights")
 
 
 def test_parts_are_asked_for_by_name():
-    check_parts(["encoders", "speech", "nvfp4"])
+    check_parts(["encoders", "speech", "nvfp4", "weights"])
+    with pytest.raises(ValueError, match="weights says what to measure; name the models"):
+        check_parts(["weights"])
     with pytest.raises(ValueError, match="nvfp4 is a scheme; name the models beside it: --only encoders"):
         check_parts(["nvfp4"])
     with pytest.raises(ValueError, match="nvfp5"):

@@ -44,7 +44,7 @@ def tables(tmp_path, journal, deadline=None):
     return Tables("ptq", settings, "real tiny", journal, deadline or Deadline(None))
 
 
-def test_what_the_journal_has_is_not_measured_again(tmp_path):
+def test_what_the_journal_has_is_not_measured_again(tmp_path, capsys):
     measured, journal = [], Journal()
 
     def load():
@@ -52,7 +52,9 @@ def test_what_the_journal_has_is_not_measured_again(tmp_path):
 
     first = dict(list(TASKS.items())[:1])
     assert tables(tmp_path, journal).measure("", first, load) == []
-    assert tables(tmp_path, journal).measure("", TASKS, load) == []
+    assert "kept" not in capsys.readouterr().err
+    assert tables(tmp_path, journal).measure("tiny", TASKS, load) == []
+    assert "tiny: 1 of 3 measurements are kept, 2 missing" in capsys.readouterr().err
     assert measured == ["a", "b", "c"]
     assert {row.method for row in journal.rows} == {FILE, "a", "b", "c"}
     assert tables(tmp_path, journal).measure("", TASKS, lambda: pytest.fail("loaded again")) == []
