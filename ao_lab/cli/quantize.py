@@ -359,8 +359,12 @@ def row_of(layer: Layer) -> dict[str, Any]:
 
 
 def bits_per_parameter(saved: Saved, model: Any) -> float:
-    """Bits of the files over all parameters of the model, embeddings too."""
-    count: int = sum(parameter.numel() for parameter in model.parameters())
+    """Bits of the files over all parameters of the model, embeddings too, and without those that calibration added (low-rank
+    residuals), which are in the files alone."""
+    from ao_lab.transforms.low_rank import FACTORS
+
+    named = model.named_parameters()
+    count: int = sum(one.numel() for name, one in named if name.rpartition(".")[2] not in FACTORS)
     return 8 * saved.bytes / max(count, 1)
 
 

@@ -86,9 +86,9 @@ def _saving(dense: Any) -> Any:
     @functools.wraps(dense)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         adapters = getattr(self, "_hf_peft_config_loaded", False)
+        is_main = args[0] if args else kwargs.get("is_main_process", True)
         if adapters or not any(map(holds_quantized, self.parameters())):
             warn_of_training(self)
-            is_main = args[0] if args else kwargs.get("is_main_process", True)
             if len(args) < 2 and any(isinstance(m, (QATModule, SparseLinear)) for m in self.modules()):
                 state = kwargs.get("state_dict")
                 kwargs["state_dict"] = once(self.state_dict() if state is None else state)
@@ -100,7 +100,7 @@ def _saving(dense: Any) -> Any:
             warn_of_adapters(self)
             with as_plain(self):
                 saved(self, save_directory, *args, **kwargs)
-            if kwargs.get("is_main_process", True):
+            if is_main:
                 write_training(self, save_directory)
             return None
         return saved(self, save_directory, *args, **kwargs)
@@ -417,9 +417,8 @@ def register() -> None:
     @functools.wraps(keep)
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         keep(self, model, trial)
-        if (
-            self.args.should_save
-        ):  # models of other classes, and sharded files, which save_pretrained did not write
+        # Of models of other classes, and of sharded files, which save_pretrained did not write.
+        if self.args.should_save:
             name = f"{known.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             write_training(unwrapped(self.model), Path(self._get_output_dir(trial=trial)) / name)
 

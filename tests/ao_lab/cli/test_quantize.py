@@ -5,6 +5,7 @@ import re
 import shutil
 import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from ao_lab.calibration.result import LayerResult
 from ao_lab.cli.app import main
 from ao_lab.cli.layout import SkippedLayers, ending
 from ao_lab.cli.named_config import config_of
-from ao_lab.cli.quantize import grouped
+from ao_lab.cli.quantize import bits_per_parameter, grouped
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.quantization.report import Layer, Report
+from ao_lab.transforms.low_rank import add_residual
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -680,3 +682,11 @@ def test_wrong_input(capsys, folder, tmp_path, arguments, message):
     assert code == 2
     assert message in err
     assert not (tmp_path / "out").exists()
+
+
+def test_bits_of_a_parameter_are_over_those_of_the_dense_model():
+    """Factors of low-rank residuals are bytes of the files, and no parameters of the model."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    quantize_(model, Int8WeightOnlyConfig())
+    add_residual(model[0], (torch.zeros(64, 8), torch.zeros(8, 64)))
+    assert bits_per_parameter(SimpleNamespace(bytes=64 * 64 + 2 * 2 * 8 * 64), model) == 12
