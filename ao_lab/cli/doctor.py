@@ -16,7 +16,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from ao_lab.cli import plugins
 from ao_lab.cli.terminal import print_json, print_table
 from ao_lab.install.extras import is_clone, pip_install
 from ao_lab.install.packages import module_name
+from ao_lab.install.revision import processor
 from ao_lab.install.versions import TESTED, outside
 
 # What `ao-lab doctor` says of processors: the CPU and the first GPU that torch sees.
@@ -38,21 +38,13 @@ MX_CAPABILITY = (10, 0)
 def cpu_found(torch: ModuleType) -> tuple[str, str]:
     """What the CPU is and multiplies quickly, as torch uses it; and its limit, or nothing."""
     found = importlib.import_module(f"{module_name('fast')}.cpu.capability").cpu_capability()
-    detail = f"{cpu_name()}, {cores()} cores, torch uses {torch.get_num_threads()} thread(s): {found}"
+    detail = f"{processor()}, {cores()} cores, torch uses {torch.get_num_threads()} thread(s): {found}"
     return detail, "" if found.bfloat16 else "no bfloat16 instructions: bfloat16 matmuls are slow"
 
 
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def gpu_found(torch: ModuleType) -> str:

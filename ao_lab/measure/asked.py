@@ -18,6 +18,8 @@ BYTES = 256
 LENGTH = 512
 #: Tokens of a prompt of generate(), which is timed.
 PROMPT = 16
+#: Libraries whose versions results name, where they are installed.
+LIBRARIES = ("torch", "transformers", "compressed-tensors", "triton")
 #: Names of the longest input in configurations, those of GPT-2 and MPT among them.
 CONTEXT = (
     "max_position_embeddings",

@@ -23,9 +23,10 @@ from torch import nn
 
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.install.extras import WrongInput
+from ao_lab.install.revision import versions_of
 from ao_lab.install.versions import __version__
-from ao_lab.measure.asked import PROMPT
-from ao_lab.measure.compare import WARM, describe, reason, refused
+from ao_lab.measure.asked import LIBRARIES, PROMPT
+from ao_lab.measure.compare import WARM, host, reason, refused
 from ao_lab.measure.configurations import USUAL, Given, configurations
 from ao_lab.measure.evaluate import fingerprint, in_memory, name_of
 from ao_lab.measure.folders import (
@@ -47,6 +48,7 @@ from ao_lab.measure.times import (
     KeptTimes,
     Timed,
     crowded,
+    dated,
     doubt_of,
     drifted,
     load_of_host,
@@ -165,11 +167,12 @@ def benchmark(
     dtype = torch.bfloat16 if ready is None else dtype_of(ready)
     conditions = {
         **state_of(where),
+        "prompt_tokens": PROMPT,
         "new_tokens": new_tokens,
         "rounds": rounds or ROUNDS,
         "weights": None if model is None or out is None else fingerprint(model),
         "configurations": {} if stored else {name: repr(one) for name, one in wanted.items()},
-        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+        "versions": {"ao_lab": __version__, **versions_of(LIBRARIES)},
     }
     kept = KeptTimes.of(None if model is None else name_of(model), conditions, out)
     makers: dict[str, Build] = {name: partial(_quantize, config=one) for name, one in wanted.items()}
@@ -180,9 +183,9 @@ def benchmark(
 
 
 def state_of(device: str) -> dict[str, Any]:
-    """The device by name, and of the host the threads that compute, its cores, and the load of the last minute."""
+    """Device and processor by name, and of the host the threads that compute, its cores, and the load of the last minute."""
     return {
-        "device": describe(device),
+        **host(device),
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "cores": os.cpu_count(),
         "load": load_of_host(),
@@ -351,8 +354,7 @@ class Work:
         found = self.kept.layer(shape, names)
         if not found:
             self.parts.say("x".join(map(str, shape)))
-            found = self.layers(shape, count, example)
-            self.kept.measured(found)
+            found = self.kept.measured(self.layers(shape, count, example))
             self.parts.done += 1
         return found
 
@@ -458,12 +460,11 @@ class Work:
                 busy = crowded(load_of_host(), os.cpu_count())
                 found = timed("generate", times, shown, (batch,), 0, {}, {name: busy})
                 new = [row for row in found if row.name != base or not any(one.name == base for one in rows)]
-                rows += new
-                self.kept.measured(new)
+                rows += self.kept.measured(new)
             except Exception as error:
                 if not refused(error):
                     raise
-                rows.append(Timed("generate", name, mode, (batch,), status=FAILED, reason=reason(error)))
+                rows += dated([Timed("generate", name, mode, (batch,), status=FAILED, reason=reason(error))])
                 self.parts.finish(behind)
             finally:
                 pair = {}

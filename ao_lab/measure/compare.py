@@ -37,8 +37,9 @@ from ao_lab.eval import (
     results_of,
 )
 from ao_lab.install.extras import WrongInput, lacking, wrong_input
+from ao_lab.install.revision import commit, processor, utc_now, versions_of
 from ao_lab.install.versions import __version__
-from ao_lab.measure.asked import PROMPT
+from ao_lab.measure.asked import LIBRARIES, PROMPT
 from ao_lab.measure.base_weights import other_weights
 from ao_lab.measure.comparison import COMPRESSED, TOLERANCE, Compared, Comparison
 from ao_lab.measure.configurations import (
@@ -168,14 +169,15 @@ def compare(
         **conditions_of(source, windows, reading),
         "weights": fingerprint(model),
         "token_ids": digest_of([windows.ids, *(batches or ())]),
-        "device": describe(where),
+        **host(where),
+        "prompt_tokens": min(PROMPT, windows.ids.shape[1]),
         "new_tokens": new_tokens,
         "layout": layout,
         "methods": [repr(one) for one in asked],
         "calibration": None if data is None else f"{data.name}, {calibration_windows} windows",
         "tasks": None if run is None else told_of(run, limit),
         "notes": notes_of(source, data),
-        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+        "versions": {"ao_lab": __version__, **versions_of(LIBRARIES)},
     }
     store = replace(
         Store.of(name, conditions, wanted, None if out is None else Path(out)), tolerance=tolerance
@@ -229,9 +231,10 @@ def notes_of(source: Text, data: Text | None) -> list[str]:
     ]
 
 
-def describe(device: str) -> str:
-    """A device's name."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+def host(device: str) -> dict[str, str]:
+    """The device, a GPU by its name, and the name of the host's processor."""
+    gpu = torch.device(device).type == "cuda"
+    return {"device": torch.cuda.get_device_name(device) if gpu else device, "processor": processor()}
 
 
 def _batches(model: Any, tokenizer: Any, data: Text, count: int, length: int | None) -> list[torch.Tensor]:
@@ -286,8 +289,8 @@ class Store:
         return store
 
     def add(self, row: Compared) -> None:
-        """Keep a row."""
-        self.rows[row.name] = row
+        """Keep a row, with its date and the commit."""
+        self.rows[row.name] = replace(row, date=utc_now(), commit=commit())
         self.parts.pop(row.name, None)
         self.write()
 

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from ao_lab.install.extras import WrongInput, needed
 from ao_lab.intervals import ENOUGH, MEANING, half_interval, rounded
-from ao_lab.measure.times import FAILED, NOISY, OK, busy_notes, digits, folded, told_threads
+from ao_lab.measure.times import (
+    FAILED,
+    NOISY,
+    OK,
+    busy_notes,
+    digits,
+    folded,
+    generate_of,
+    host_of,
+    told_threads,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +51,8 @@ class Compared:
     generate() took beside them (`ao_lab.measure.memory.most_allocated`). seconds: what quantizing took. tasks:
     numbers by task of lm-evaluation-harness and by metric ("acc", "acc_stderr"). left: how many linear layers stayed
     unquantized, by reason. differs: that weights of a folder are others than the unquantized model's. changes: in what the
-    configuration differs from the one that the name says. vocabulary: tokens of the unquantized model, in its row alone.
+    configuration differs from the one that the name says. vocabulary: tokens of the unquantized model, in its row alone. date
+    (UTC), commit: when the row was measured and by which code ("" where nothing says it, as in an installed package).
     """
 
     name: str
@@ -77,6 +88,8 @@ class Compared:
     differs: str = ""
     reason: str = ""
     vocabulary: int | None = None
+    date: str = ""
+    commit: str = ""
 
     @property
     def perplexity(self) -> float | None:
@@ -156,7 +169,8 @@ BECAUSE = ", because "
 class Comparison:
     """Configurations of a model side by side; the first row is the model as it is.
 
-    conditions: what all numbers hold for: text, windows, device, versions, methods. tolerance: see `choice`.
+    conditions: what all numbers hold for: text, windows, device, processor, versions, methods, tokens of the prompt and new
+    ones of generate(). tolerance: see `choice`.
     """
 
     model: str
@@ -328,7 +342,7 @@ class Comparison:
             *self.layouts(),
             *self.left(),
             *(f"{row.name}: {row.differs}." for row in self.rows if row.differs),
-            f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {told['device']}. loss change: nats per "
+            f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {host_of(told)}. loss change: nats per "
             f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
             "unquantized model's. MB: of the tensors in the files that save_pretrained writes, 10^6 bytes.",
             *self._of_tasks(),
@@ -357,14 +371,14 @@ class Comparison:
 
     def _of_speed(self) -> list[str]:
         """How generate() was timed."""
-        if not (new := self.conditions.get("new_tokens")):
+        if not (told := self.conditions).get("new_tokens"):
             return []
         peak = any(row.peak_bytes is not None for row in self.rows)
         used = {(row.threads, row.all_threads) for row in self.rows if row.threads and row.all_threads}
         threads = "".join(f", {told_threads(count, every)}" for count, every in sorted(used))
         return [
             "bits/param: bits of the files over all parameters, embeddings too. tokens/s: generate(), batch 1, "
-            f"{new} new tokens, not compiled{threads}; baseline: of the unquantized model, timed in turn; speedup: over the "
+            f"{generate_of(told)}, not compiled{threads}; baseline: of the unquantized model, timed in turn; speedup: over the "
             "baseline, the median of the rounds' ratios, which need not be the ratio of the two columns."
             + " peak MB: weights as they are in memory, and the most that tensors of generate() took beside them."
             * peak

@@ -14,6 +14,7 @@ from typing import Any
 
 from ao_lab.checkpoint.io.files import write_text
 from ao_lab.install.extras import WrongInput, needed
+from ao_lab.install.revision import commit, utc_now
 
 OK, FAILED = "ok", "failed"
 #: The file of a benchmark's folder.
@@ -53,7 +54,7 @@ class Timed:
     baseline_seconds: the median of what is not quantized in the same rounds. speedup, speedup_20, speedup_80: median and
     quantiles of the rounds' ratios, baseline over this one. kernel: what computes the layer. layers: how many of the model have
     the shape. doubt: why the speedup cannot be trusted, "" where nothing speaks against it. status: "ok", or "failed", and the
-    reason then.
+    reason then. date (UTC), commit: when it was timed, and which code ("" where nothing says it, as in an installed package).
     """
 
     what: str
@@ -72,6 +73,8 @@ class Timed:
     doubt: str = ""
     status: str = OK
     reason: str = ""
+    date: str = ""
+    commit: str = ""
 
     @property
     def place(self) -> str:
@@ -149,9 +152,39 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     first = [key for key in other if key not in FOLLOWING]
     told = []
     for key in first or other:
-        was, new = (shorten(str(one.get(key)), SHOWN, placeholder="...") for one in (before, now))
+        was, new = (shorten(str(one), SHOWN, placeholder="...") for one in changed(before.get(key), now[key]))
         told.append(HASHES.get(key) or f"{OPTIONS.get(key, key)} was {was}, now {new}")
     return "; ".join(told)
+
+
+def changed(before: Any, now: Any) -> tuple[Any, Any]:
+    """Two values, of mappings those entries alone that differ."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return before, now
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    was, new = ({name: one.get(name) for name in names} for one in (before, now))
+    return was, new
+
+
+def dated(rows: Iterable[Timed]) -> list[Timed]:
+    """Rows that are timed now, with the date and the commit."""
+    return [replace(row, date=utc_now(), commit=commit()) for row in rows]
+
+
+def host_of(conditions: Mapping[str, Any]) -> str:
+    """The device, of a CPU with the processor's name: "cpu (AMD EPYC 9654)"."""
+    device, processor = conditions["device"], conditions.get("processor")
+    return f"{device} ({processor})" if processor and str(device).startswith("cpu") else str(device)
+
+
+def generate_of(conditions: Mapping[str, Any]) -> str:
+    """Of which tokens times of generate() are, in words."""
+    prompt, new = conditions.get("prompt_tokens"), conditions.get("new_tokens")
+    return (
+        f"a prompt of {prompt} tokens and {new} new ones, prefill in the time"
+        if prompt
+        else f"{new} new tokens"
+    )
 
 
 def load_of_host() -> float | None:
@@ -187,7 +220,8 @@ GENERATE = ("batch", "configuration", "mode", "time a token", "baseline", "token
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Times of a model's layers and generate(), or of shapes. conditions: device, threads, versions."""
+    """Times of a model's layers and generate(), or of shapes. conditions: device, processor, threads, versions, tokens of the
+    prompt and new ones of generate()."""
 
     model: str | None
     rows: tuple[Timed, ...]
@@ -255,10 +289,15 @@ class Benchmark:
         """What readers of the tables have to know."""
         threads = self.conditions.get("threads")
         plural = "thread" if threads == 1 else "threads"
-        device = f"{self.conditions['device']}{f', {threads} {plural}' if threads else ''}"
+        device = f"{host_of(self.conditions)}{f', {threads} {plural}' if threads else ''}"
         told = (
             f"On {device}: medians of rounds, all in turn (20% and 80% quantiles: --json). speedup: of what is not quantized "
             "(baseline) over this one, the median of the rounds' ratios."
+        )
+        told += (
+            f" generate(): {generate_of(self.conditions)}; a token's time is all of it over the new tokens."
+            if self.of("generate") and "prompt_tokens" in self.conditions
+            else ""
         )
         slow = [row for row in self.rows if row.mode == ALONE]
         alone = list(
@@ -402,9 +441,9 @@ class KeptTimes:
         self.conditions["configurations"] = {**made, **wanted}
         return [row for row in rows if wanted.get(row.name) in (None, made.get(row.name))]
 
-    def measured(self, rows: Iterable[Timed]) -> None:
-        """Keep rows that were timed together, in the place of older ones."""
-        found = list(rows)
+    def measured(self, rows: Iterable[Timed]) -> list[Timed]:
+        """Keep rows that were timed together, in the place of older ones; returns them with their date."""
+        found = dated(rows)
         here = {(row.what, row.name, row.mode, row.shape) for row in found}
         self.rows = [
             row for row in self.rows if (row.what, row.name, row.mode, row.shape) not in here
@@ -413,6 +452,7 @@ class KeptTimes:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(Benchmark(self.model, tuple(self.rows), self.conditions).to_dict(), indent=2)
             write_text(self.folder / FILE, text + "\n")
+        return found
 
     def layer(self, shape: Sequence[int], names: Iterable[str]) -> list[Timed]:
         """The rows of a shape, where all of these names were timed, or refused for good; else none."""

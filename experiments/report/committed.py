@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ao_lab.install.revision import DIGITS, printed, printed_bytes
 from experiments.harness.paths import Paths, shown
-from experiments.harness.revision import DIGITS, printed, printed_bytes
 from experiments.harness.rows import COLUMNS, ROOT, Key, Row
 from experiments.report.history import path_of, remember
 from experiments.report.pages import make_pages, quoted_rows

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from textwrap import shorten
@@ -22,6 +21,7 @@ import torch
 
 from ao_lab.cli.terminal import say
 from ao_lab.install.extras import pip_install
+from ao_lab.install.revision import utc_now
 from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
@@ -155,7 +155,7 @@ class Settings:
             device=self.device_name,
             seed=self.seed,
             kernel=kernel,
-            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            date=utc_now(),
             commit=commit(),
             versions=versions(self.device),
         )

@@ -11,6 +11,7 @@ from torch import nn
 from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, SchemeConfig, benchmark, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.cli.terminal import kept_in
+from ao_lab.install.revision import commit, processor
 from ao_lab.measure.benchmark import Work, drift_of, kernel_of, layers_of, timed
 from ao_lab.measure.times import Benchmark, KeptTimes, Timed, doubt_of, duration
 from ao_lab.measure.turns import HostWatch, Plan, Span, slow_threads, with_threads
@@ -370,6 +371,16 @@ def test_a_stopped_call_goes_on_with_what_was_timed(folder, tmp_path, monkeypatc
     assert benchmark(folder / "base", **given).rows == found.rows
     assert [row.name for row in found.of("generate")] == ["bfloat16", "nf4", "int8_rowwise"]
     assert isinstance(found.rows[0], Timed)
+    kept = json.loads((tmp_path / "benchmark.json").read_text())
+    assert kept["conditions"]["prompt_tokens"] == 16
+    assert {"torch", "transformers"} <= kept["conditions"]["versions"].keys()
+    assert {row["commit"] for row in kept["rows"]} == {commit()}
+    assert [row["date"] for row in kept["rows"][:2]] == [row["date"] for row in before], (
+        "kept rows keep theirs"
+    )
+    assert all(row.date for row in found.rows)
+    assert f"cpu ({processor()})" in found.notes[-1]
+    assert "a prompt of 16 tokens and 2 new ones, prefill in the time" in found.notes[-1]
     with pytest.raises(ValueError, match="other conditions: --rounds was 2, now 9; choose"):
         benchmark(folder / "base", **given, rounds=9)
     (tmp_path / "benchmark.json").write_text("{}")

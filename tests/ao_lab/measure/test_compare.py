@@ -14,11 +14,13 @@ import ao_lab
 from ao_lab import SchemeConfig, compare, evaluate, model_size, plot, quantize_, save_pretrained
 from ao_lab.cli.app import main
 from ao_lab.install.extras import WrongInput
+from ao_lab.install.revision import commit
 from ao_lab.measure.compare import Remembered, Store, doubtful, publish, reason, unserved_of
 from ao_lab.measure.comparison import Compared, Comparison
 from ao_lab.measure.configurations import made_from, reasons_of
 from ao_lab.measure.evaluate import fingerprint
 from ao_lab.measure.memory import out_of_memory
+from ao_lab.measure.times import differing
 from ao_lab.plot.tradeoff import frontier
 from ao_lab.transforms.plan import PYTHON_ADVICE
 from tests.support.models import fake_harness
@@ -239,7 +241,13 @@ def test_a_stopped_comparison_goes_on(folder, found, monkeypatch):
         folder / "base", {"nf4": configs["nf4"], "mx": "mxfp4"}, out=out, **given(folder, new_tokens=3)
     )
     assert measured == ["mx"]
-    assert again.rows[1] == comparison.rows[2]
+    assert again.rows[1] == comparison.rows[2], "its date too"
+    assert all(row.date and row.commit == commit() for row in again.rows)
+    assert {"ao_lab", "torch", "transformers"} <= again.conditions["versions"].keys()
+    (speed,) = (note for note in again.notes if "tokens/s" in note)
+    assert "a prompt of 16 tokens and 3 new ones, prefill in the time" in speed
+    other = {**again.conditions, "versions": {**again.conditions["versions"], "torch": "1.0"}}
+    assert differing(other, again.conditions).startswith("versions was {'torch': '1.0'}, now {'torch': ")
     kept = [row["name"] for row in json.loads((out / "comparison.json").read_text())["rows"]]
     assert kept == ["unquantized", "int8", "nf4", "made", "mx"]
     with pytest.raises(ValueError, match=r"other conditions: --length was 24, now 20; choose"):

@@ -108,7 +108,9 @@ def test_new_files_count_and_pages_do_not(clone):
 def test_a_tree_of_which_git_says_nothing_is_not_clean(clone, monkeypatch):
     root, git = clone
     commit, real = revision.commit(root), revision.printed
-    monkeypatch.setattr(revision, "printed", lambda *c, root: None if "status" in c else real(*c, root=root))
+    monkeypatch.setattr(
+        "ao_lab.install.revision.printed", lambda *c, root: None if "status" in c else real(*c, root=root)
+    )
     git("status")
     assert revision.commit(root) == f"{commit}+dirty"
 
