@@ -77,8 +77,10 @@ def alone(case: Case, dtype: str, seed: int) -> Iterator[Alone]:
 
 def of_alone(shown: Alone, y: F64, dtype: str, accumulation: str, *, same: bool) -> list[Finding]:
     """What is found of outputs y (M, N). same: whether the kernel's quantized values are the specification's elsewhere."""
-    if not np.isfinite(y).all():
-        return []
+    broken = int((~np.isfinite(y)).sum())
+    if broken:
+        said = f"{broken} of {y.size} outputs are inf or NaN where the right ones are finite"
+        return [Finding(shown.case.name, said, broken / y.size, 0.0, inf)]
     ways = [_aside(shown, one) for one in (rounded(shown.case.right, dtype), shown.nearest)]
     found = []
     for at, of in enumerate(_aside(shown, y)):

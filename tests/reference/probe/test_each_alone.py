@@ -61,3 +61,14 @@ def test_one_output_has_the_bound_of_one_value():
     assert len(tests) == 1
     assert tests[0].startswith("output (3, 7) is off by")
     assert of_alone(one, y, "float32", "float32", same=False)[-1].test == "values are rounded to one side"
+
+
+def test_outputs_that_are_no_numbers():
+    """Of blocks of zeros, say, which the other inputs do not have: in any test here the right ones are finite."""
+    one = shown("int8_rowwise", "x")
+    y = one.case.right.copy()
+    y[3, 7], y[5] = np.nan, np.inf
+    for same in (True, False):
+        (found,) = of_alone(one, y, "float32", "float32", same=same)
+        assert found.found
+        assert found.test == "33 of 2048 outputs are inf or NaN where the right ones are finite"
