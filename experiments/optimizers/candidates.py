@@ -5,8 +5,8 @@
 Moments are stored by the rules of the default states (scales of powers of two for 256 elements, stochastic rounding, the root
 of the second moment, never below its smallest normal number), in other element formats. The sign bit of a root is always 0, so
 that eight bits hold an unsigned e4m4 or e3m5 as well as an e4m3; these are measured as nine bits whose first is 0. A line a
-pair of formats: rms difference of updates and largest update over float32's, by ratio of gradients; the last tenth of the
-steps counts, from step 11 on. Nothing is written; the default states stay what they are.
+pair of formats: rms difference of updates and largest update over float32's, by ratio of gradients; steps count from the 11th
+on, of more than 60 the last tenth. Nothing is written; the default states stay what they are.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--ratios", type=int, nargs="+", default=[1, 10, 100, 1000, 10_000])
     asked = parser.parse_args(given)
+    if asked.steps < FIRST:
+        parser.error(f"--steps {asked.steps}: steps count from the {FIRST}th on; give {FIRST} or more")
+    if min(asked.ratios) < 1:
+        parser.error(f"--ratios {min(asked.ratios)}: the largest gradients over the others; give 1 or more")
     line("rms difference (largest update)", [f"ratio {one}" for one in asked.ratios])
     for name, states in candidates().items():
         cells = [numbers(states, ratio, asked.steps) for ratio in asked.ratios]

@@ -25,6 +25,13 @@ def test_candidates_show_what_a_moments_format_adds():
     )
 
 
+@pytest.mark.parametrize(("option", "value"), [("--steps", "10"), ("--ratios", "0")])
+def test_candidates_refuse_what_counts_no_step(option, value, capsys):
+    with pytest.raises(SystemExit):
+        candidates.main([option, value])
+    assert f"{option} {value}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["torchao, 8 bits", "torchao, FP8"])
 def test_the_defect_is_torchaos_own(method):
     pytest.importorskip("torchao")
