@@ -159,7 +159,8 @@ def _without_gradient(name: str, implementation: Callable[..., Any]) -> Callable
 def _traced_without_gradient(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The same while a compiler traces the operator for autograd, where no implementation runs: differentiating raises then.
 
-    A rule for the tracer alone: eager calls and compiled programs go no other way than without it.
+    A rule for the tracer alone: eager calls and compiled programs go no other way than without it. A compiler differentiates
+    all that a graph returns, also what nobody asks a gradient of, so that results which leave a graph have to be detached.
     """
     result = mode.__torch_dispatch__(function, types, args, kwargs)
     return _refusing(function._schema.name.rpartition("::")[2], result, args)
@@ -171,7 +172,8 @@ def _refusing(name: str, result: Any, args: tuple[Any, ...]) -> Any:
         return result
     refused = (
         f"torch.ops.ao_lab.{name} has no gradient: it rounds. ao_lab.fake_quantize is the same rounding with a "
-        "straight-through gradient, fast.linear multiplies by quantized weights with one for x; or call it in torch.no_grad()"
+        "straight-through gradient, fast.linear multiplies by quantized weights with one for x; or call it in torch.no_grad(), "
+        "or detach() its results, as those that a compiled program returns have to be"
     )
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     parts = [_Refusing.apply([one], refused, *args) if one.is_floating_point() else one for one in parts]  # type: ignore[no-untyped-call]

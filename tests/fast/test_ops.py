@@ -134,6 +134,24 @@ def test_compiled_programs_refuse_a_gradient_too():
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in _RefusingBackward:UserWarning")
+def test_what_a_compiled_program_returns_beside_is_detached():
+    """A compiler differentiates all results; the message says the way out."""
+    x = WIDE.clone().requires_grad_()
+
+    def program(x, is_detached):
+        y = torch.ops.ao_lab.both_values(x, "mxfp8_e4m3")[0]
+        return x.sum(), y.detach() if is_detached else y
+
+    compiled = torch.compile(program, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"or detach\(\) its results"):
+        compiled(x, False)
+    loss, values = compiled(x, True)
+    loss.backward()
+    assert torch.equal(values, program(x, True)[1])
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_operators_without_a_gradient_say_so():
     x = X.clone().requires_grad_()
     y = torch.ops.ao_lab.matmul(x, *CALLS["matmul"][1:])

@@ -162,6 +162,10 @@ QUERY_FAULTS = {
     "programs of queries are left out": ("own = at < both ? at / 2 : at - both / 2;", "own = at / 2;"),
     "a sum for a difference": ("const float sign = lane & far ? -1.0f : 1.0f;", "const float sign = 1.0f;"),
     "pieces mix with others": ("if (!(i / EACH & far)) add", "if (i / EACH & far) add"),
+    "signs are another half's": ("const bool odd = lane % 2;", "const bool odd = lane / 2 % 2;"),
+    "a scale is of half a row": (
+        "far < LANES / PIECES; far *= 2) most = larger", "far < LANES / PIECES / 2; far *= 2) most = larger",
+    ),
 }  # fmt: skip
 
 
