@@ -59,6 +59,11 @@ def console() -> Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
 
+        def on_broken_pipe(self) -> None:
+            """Rich would end the program, as if its work had failed: `whole_or_nothing` would delete a result."""
+            self.quiet = True
+            raise BrokenPipeError
+
     width = max(shutil.get_terminal_size().columns, NARROWEST) if sys.stdout.isatty() else PIPE_WIDTH
     # What is shown holds brackets and colons of its own, which are no markup.
     return PlainConsole(highlight=False, markup=False, emoji=False, width=width)

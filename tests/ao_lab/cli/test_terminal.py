@@ -1,5 +1,6 @@
 """What is shown is shown whole: brackets and colons of names and commands are no markup."""
 
+import io
 import os
 import re
 import resource
@@ -202,6 +203,25 @@ def write_and_fail(folder, error):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x")
         raise error
+
+
+def test_a_console_says_that_its_reader_has_gone(tmp_path, monkeypatch):
+    """Rich raises SystemExit otherwise, behind which a finished folder would be deleted."""
+
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    def write_and_print():
+        with terminal.whole_or_nothing(tmp_path / "out"):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "model.safetensors").write_bytes(b"x")
+            terminal.console().print("done")
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        write_and_print()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_reader_that_goes_away_takes_no_result_along(tmp_path):
