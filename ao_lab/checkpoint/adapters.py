@@ -214,8 +214,6 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
     biases, PiSSA and others that change the base) differ, and for a model whose adapters are sharded or on meta. The model is
     unchanged then.
     """
-    from safetensors import safe_open
-
     check_model(model)
     layers, folder = adapted(unwrapped(model)), Path(directory)
     if not layers:
@@ -229,9 +227,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
     config = read_object(folder / CONFIG)
     _check_kind(config, folder)
     _check_factors(config, layers, folder)
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        told = (file.metadata() or {}).get(KEY)
+    tensors, told = _read(folder / WEIGHTS)
     places = {
         f"{PREFIX}{name}.{PARTS[part]}": getattr(layer, part)
         for name, layer in layers.items()
@@ -243,6 +239,20 @@ def load_adapter(model: nn.Module, directory: str | Path) -> tuple[str, ...]:
             place.copy_(tensors[name])
     _warn_of_other_weights(told, layers, folder)
     return tuple(layers)
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The tensors of a file and what its metadata has under `KEY`; ValueError where it is no safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            return tensors, (file.metadata() or {}).get(KEY)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no safetensors file, or an incomplete one: {error}; fetch it again"
+        ) from error
 
 
 def _check_held(layers: Layers) -> None:

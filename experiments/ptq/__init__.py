@@ -7,6 +7,6 @@ EXPERIMENT = Experiment(
     compressed=True,
     real=True,
     tasks=("language model", "encoder", "speech"),
-    parts=("encoders", "speech"),
+    parts=("encoders", "speech", "weights"),
     schemes=True,
 )

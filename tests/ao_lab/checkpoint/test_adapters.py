@@ -190,6 +190,9 @@ def test_folders_of_peft_as_it_reads_them(tmp_path):
         load(net, init_lora_weights="pissa_niter_4")
     with pytest.raises(ValueError, match="are on meta, without values"):
         load(adapted(LoRA(49, alpha=1)).to("meta"))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is no safetensors file"):
+        load(net)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
 from experiments.models import quantized_model as pairing
 from experiments.ptq import run as ptq
-from experiments.ptq.real import PARTS
+from experiments.ptq.real import PARTS, WEIGHTS
 from experiments.runs import run as harness_run
 from experiments.runs.run import settings_for, text_for
 from reference import SCHEMES
@@ -395,7 +395,7 @@ def test_parts_are_those_of_the_module_that_measures():
     assert set(EXPERIMENTS["decode"].parts) == {
         word for config in CONFIGS for word in (config.setting, config.method)
     }
-    assert set(EXPERIMENTS["ptq"].parts) == set(PARTS)
+    assert set(EXPERIMENTS["ptq"].parts) == {*PARTS, WEIGHTS}
     given = {
         "ptq": ["encoders", "nvfp4"],
         "decode": ["nvfp4", "int8wo"],
