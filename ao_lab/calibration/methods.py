@@ -8,8 +8,11 @@ anything changes. The mathematics is in `reference.calibration`, and in `fast.ca
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from reference import Scheme
@@ -34,6 +37,13 @@ class Method:
     def name(self) -> str:
         """Its name in reports and on the command line."""
         return type(self).__name__.lower()
+
+    @property
+    def text(self) -> str:
+        """What `named_method` makes this record of: its name, and the options that are not the default's."""
+        values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        given = [f"{one}={_written(value)}" for one, (value, default) in values.items() if value != default]
+        return " ".join([self.name, *given])
 
 
 @dataclass(frozen=True)
@@ -292,7 +302,7 @@ INCOMPATIBLE: dict[tuple[type[Method], type[Method]], str] = {
 
 
 def ordered(methods: Any) -> tuple[Method, ...]:
-    """Methods in the order of their application: records, their classes or names.
+    """Methods in the order of their application: records, their classes, names, or names with options: "gptq damping=0.01".
 
     TypeError or ValueError for anything else, for two of a class, and for two that exclude each other.
     """
@@ -318,7 +328,7 @@ def ordered(methods: Any) -> tuple[Method, ...]:
 def _record(method: Any) -> Method:
     """A method's record; of its class, or of its name, the default one."""
     if isinstance(method, str):
-        return lookup(method, METHODS, "method")()
+        return named_method(method)
     if isinstance(method, type) and issubclass(method, Method):
         method = method()
     if type(method) not in ORDER:
@@ -326,6 +336,56 @@ def _record(method: Any) -> Method:
             f"methods holds records such as {', '.join(f'{kind.__name__}()' for kind in ORDER)}, got {method!r:.60}"
         )
     return method  # type: ignore[no-any-return]
+
+
+def named_method(text: str) -> Method:
+    """The record of "NAME" or of "NAME option=value ...": "gptq damping=0.01". Values are JSON where they are that, else text.
+
+    ValueError for a name or an option that there is not, with those that there are, and for a value that the method refuses.
+    """
+    try:
+        name, *given = shlex.split(text) or [text]
+    except ValueError as error:
+        raise ValueError(f"method {text!r}: write NAME, or 'NAME option=value ...' ({error})") from error
+    kind = lookup(name, METHODS, "method")
+    options = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        _check_option(name, kind, key, equals)
+        options[key] = _value(value)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ValueError(f"method {text!r}: {error}") from error
+
+
+def _check_option(name: str, kind: type[Method], key: str, equals: str) -> None:
+    """ValueError, with a method's options and their defaults, for one that it lacks or that has no value."""
+    there = {one.name: one.default for one in fields(kind)}
+    if key in there and equals:
+        return
+    if not there:
+        raise ValueError(f"method {name} takes no options, got {key}{equals}; leave it out")
+    defaults = ", ".join(f"{one}={json.dumps(default)}" for one, default in there.items())
+    near = get_close_matches(key, there, n=1)
+    wrong = f"has no option {key}" if equals else f"is followed by option=value, got {key}"
+    raise ValueError(
+        f"method {name} {wrong}; {f'the nearest is {near[0]}; ' if near else ''}it has {defaults}: "
+        f"'{name} {near[0] if near else next(iter(there))}=...'"
+    )
+
+
+def _written(value: Any) -> str:
+    """A value as a shell's word has it: text without quotes, unless it would be read as something else."""
+    plain = isinstance(value, str) and _value(value) == value
+    return shlex.quote(value if plain else json.dumps(value))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
@@ -344,4 +404,6 @@ __all__ = [
     "Rotate",
     "Smooth",
     "StaticKV",
+    "named_method",
+    "ordered",
 ]

@@ -12,18 +12,21 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 from torch import nn
 
 from ao_lab.calibration.result import LayerResult
 from ao_lab.checkpoint.io.files import ON_HUB
 from ao_lab.checkpoint.io.markdown import LONGEST_NOTE, number, one_line, prose, span
+from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.records import Weight
 from ao_lab.config.compressed_tensors import common_name
 from ao_lab.quantization.report import Report
 from ao_lab.transforms.report import ATTRIBUTE, CHANGES, CONFIGURATIONS, LOADED, folded_names
 
+#: A file of a model that `ao-lab` converted: where its weights come from.
+FACTS = "pretrained.json"
 #: Names of layers that a sentence gives at most.
 MOST_LAYERS = 12
 #: How a model was trained for its scheme, which is named between the two.
@@ -98,6 +101,28 @@ def linked(base: str) -> str:
     return f"[{span(base)}]({constants.ENDPOINT}/{base})"
 
 
+def quantized_before(folders: Iterable[Path | None]) -> list[str]:
+    """A sentence on how the base model's weights had been quantized before, as the first folder with a pretrained.json says.
+
+    Its `grid` names the types of the file that it was converted from, GGUF's, or says "none"; [] for that, and without one.
+    """
+    for folder in folders:
+        file = None if folder is None else folder / FACTS
+        if file is None or not file.is_file() or file.is_symlink():
+            continue
+        try:
+            grid = read_object(file).get("grid")
+        except ValueError:
+            continue
+        if isinstance(grid, str) and grid and not grid.startswith("none"):
+            told = prose(one_line(grid, LONGEST_NOTE))
+            return [
+                f"The weights that were quantized here had been quantized before: {told} in the base model's file. They are "
+                "not the weights as trained, and losses measured against them leave out what that cost."
+            ]
+    return []
+
+
 def made_of(
     weights: Collection[Weight],
     base: str,
@@ -135,7 +160,7 @@ def data_of(command: str | None, history: History) -> str:
 
 def methods_of(command: str | None, history: History, data: str) -> list[str]:
     """How weights were quantized: by which methods, on what, and which layers were rounded nonetheless."""
-    asked: Any = re.findall(r"--method[ =](\w+)", command or "")
+    asked = ["".join(one) for one in re.findall(r"--method[ =](?:'([^']+)'|(\w+))", command or "")]
     counted = [f"{prose(name)} ({count} layer{'s' * (count > 1)})" for name, count in history.methods.items()]
     if not asked and not counted:
         plain = history.nearest if command is None else "--plan" not in command
@@ -147,4 +172,4 @@ def methods_of(command: str | None, history: History, data: str) -> list[str]:
     return words + ([f"but {', '.join(map(span, names[:MOST_LAYERS]))} rounded to nearest"] if names else [])
 
 
-__all__ = ["NOTHING", "History", "history_of", "made_of", "trained_by"]
+__all__ = ["NOTHING", "History", "history_of", "made_of", "quantized_before", "trained_by"]

@@ -54,7 +54,9 @@ def configuration_of(model: nn.Module) -> dict[str, Any]:
     if not hasattr(config, "to_dict"):
         return {}
     result: dict[str, Any] = getattr(config, "to_diff_dict", config.to_dict)()
-    result.pop("_name_or_path", None)
+    # The second is the title in a GGUF file that transformers read: a name that nobody can load.
+    for name in ("_name_or_path", "_model_name_or_path"):
+        result.pop(name, None)
     result["architectures"] = [type(model).__name__]
     result["dtype"] = str(model.dtype).removeprefix("torch.")
     return {**result, "tie_word_embeddings": False} if is_untied(model) else result

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint.card_origin import MOST_LAYERS, NOTHING, History, made_of
+from ao_lab.checkpoint.card_origin import MOST_LAYERS, NOTHING, History, made_of, quantized_before
 from ao_lab.checkpoint.formats import quantization_of, records_of
 from ao_lab.checkpoint.io.files import ON_HUB, links_out, page, write_text
 from ao_lab.checkpoint.io.markdown import (
@@ -39,7 +39,7 @@ from ao_lab.checkpoint.io.markdown import (
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
-from ao_lab.checkpoint.plain_readers import grouped
+from ao_lab.checkpoint.plain_readers import ROUNDS_INPUTS, grouped
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.compressed_tensors import common_name, element_name, short_name, unserved
 from ao_lab.config.recipe import Recipe
@@ -168,6 +168,7 @@ PLAIN_SPEED = (
     "memory is neither smaller nor faster."
 )
 SERVED = " Servers with kernels for the format, such as vLLM, compute with the stored weights."
+VLLM = "With vLLM (ao_lab's authors ran it on a CPU, not on a GPU):"
 CONDITIONS = {
     "windows": "sequences", "length": "tokens per sequence", "windows_begin_with": "each sequence starts with",
     "tokens": "predicted tokens", "device": "device", "against": "base model",
@@ -218,6 +219,7 @@ def model_card(
         f"# {prose(path.resolve().name)}",
         made_of(contents.records.weights.values(), base, command, history, local),
         "## What was quantized",
+        *quantized_before((base_folder, path)),
         scheme_table(contents),
         left_text(contents),
         *cache_text(contents),
@@ -443,8 +445,9 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             "With transformers and `pip install compressed-tensors` (ao_lab is not needed):",
             _plainly(contents, weights, loader.name, name),
             *_before_generating(contents),
+            *([f"I{ROUNDS_INPUTS[1:]}."] if any(weight.meta.recipe.activation for weight in weights) else []),
             PLAIN_SPEED + ("" if _refused(weights) else SERVED),
-            "With vLLM:",
+            VLLM,
             _served(contents, weights, name),
             "With ao_lab, which keeps the weights quantized in memory:",
             ours,
@@ -523,6 +526,7 @@ def is_plain(contents: Contents) -> bool:
 
 def differences(contents: Contents, notes: Sequence[str]) -> list[str]:
     """In what the files of plain readers differ from the configuration that was asked for, for whoever uses ao_lab too."""
+    notes = [one for one in notes if one != ROUNDS_INPUTS]
     if not notes or not is_plain(contents) or loader_of(contents.config) is None:
         return []
     told = "\n".join(f"- {note(one)}" for one in grouped(notes))

@@ -61,6 +61,11 @@ FLOAT32_SCALES = (
     "float32 scales: with dtype=torch.bfloat16, as vLLM loads float32 models, loaders that keep quantized values round each by "
     "up to 0.4 percent; read the folder in float32, or quantize the model in bfloat16"
 )
+#: What a folder with quantized inputs asks of whoever loads it by transformers alone.
+ROUNDS_INPUTS = (
+    "inputs: load it without CompressedTensorsConfig(dequantize=True): with it transformers does not round inputs, and "
+    "results differ"
+)
 #: The format whose zero points are packed like its codes.
 PACKED = EXPORTS["pack-quantized"]
 ZERO = "weight_zero_point"
@@ -267,10 +272,7 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
         notes.append(FLOAT32_SCALES)
     scheme = t.recipe.activation
     if scheme is not None:
-        notes.append(
-            "inputs: load it without CompressedTensorsConfig(dequantize=True): with it transformers does not round inputs, and "
-            "results differ"
-        )
+        notes.append(ROUNDS_INPUTS)
     return notes
 
 

@@ -161,7 +161,8 @@ def quantize(
         typer.Option(
             rich_help_panel=CALIBRATION,
             help="Quantization algorithm, repeatable: rotate, smooth, awq, clip, hqq, gptq, autoround, lowrank, bias; kv: "
-            "static scales of a KV cache. Default: round to nearest.",
+            "static scales of a KV cache. With options: 'gptq damping=0.01' (its classes' in ao_lab.calibration). Default: "
+            "round to nearest.",
         ),
     ] = None,
     windows: Annotated[

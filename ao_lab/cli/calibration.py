@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +35,9 @@ class Calibration:
 
     def checked(self) -> tuple[Any, ...]:
         """The methods; WrongInput, before any work, where something does not fit."""
-        from ao_lab.calibration.methods import METHODS, ordered
-        from ao_lab.cli.listings import known
+        from ao_lab.calibration.methods import ordered
         from ao_lab.eval import check_text
 
-        for name in self.methods:
-            known(name, METHODS, "method")
         if self.windows < 1 or self.length < 2:
             raise WrongInput(
                 f"--windows is at least 1 and --length at least 2 tokens, got {self.windows} and {self.length}"
@@ -122,7 +120,7 @@ class Calibration:
     def command(self) -> list[str]:
         """Its options, as they were given."""
         words = [f"--calibration {self.text}"] if self.text is not None else []
-        words += [f"--method {name}" for name in self.methods]
+        words += [f"--method {shlex.quote(one)}" for one in self.methods]
         if self.text is not None:
             words += [f"--windows {self.windows} --length {self.length}", *["--stream"] * self.stream]
         return words

@@ -26,6 +26,7 @@ from ao_lab.cli.terminal import (
     short_number,
     track_progress,
 )
+from ao_lab.install.extras import wrong_input
 from ao_lab.measure.comparison import COMPRESSED, OWN
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def run_plan(
     base_model: str | None = None,
 ) -> None:
     """Quantize as a plan says, save, and say what became of each layer."""
+    from ao_lab.calibration.methods import ordered
     from ao_lab.checkpoint.card_origin import history_of
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.cli import quantize
@@ -194,9 +196,11 @@ def run_plan(
 
     quantize.check_folders(source, target)
     choice = read_plan(path)
-    if calibration.methods and calibration.methods != [one.name for one in choice.methods]:
+    with wrong_input():
+        asked = ordered(calibration.methods)
+    if asked and asked != choice.methods:
         raise WrongInput("--method is part of the plan; drop it")
-    data = replace(calibration, methods=[one.name for one in choice.methods])
+    data = replace(calibration, methods=[one.text for one in choice.methods])
     try:
         where = plan_layout(source, choice, layout)
         with quantize.progress_bar(as_json) as progress:

@@ -69,7 +69,9 @@ def command(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Quantization algorithm, as for ao-lab quantize: clip, hqq, gptq, awq, ..."),
+        typer.Option(
+            help="Quantization algorithm, as for ao-lab quantize: clip, awq, 'gptq damping=0.01', ..."
+        ),
     ] = None,
     calibration_windows: Annotated[
         int, typer.Option("--calibration-windows", help="Number of calibration sequences.")

@@ -27,9 +27,6 @@ def check_model(folder: Path | None, writers: str) -> None:
         raise WrongInput(without(folder, "no config.json", writers))
 
 
-#: Names of methods: those of `ao_lab.calibration.methods`; and of those that read no data.
-METHODS = ("rotate", "smooth", "awq", "clip", "hqq", "gptq", "autoround", "lowrank", "bias", "kv")
-WITHOUT_DATA = ("rotate", "hqq")
 #: What `ao-lab choose` calls a layer that stays unquantized.
 DENSE = "dense"
 #: Files in which `ao-lab compare --out` and `ao-lab bench --out` keep what they have measured: FILE of their modules.
@@ -80,14 +77,16 @@ def check_source(folder: Path, configs: Sequence[str], length: int | None, skip:
 
 
 def check_methods(names: Sequence[str], calibration: str | None) -> None:
-    """WrongInput for methods of calibration that are none, and for one that reads a text where none is given."""
-    from ao_lab.cli.listings import known
+    """WrongInput for methods and options that are none, and for a method that reads a text where none is given."""
+    from ao_lab.calibration.methods import named_method
 
-    for name in names:
-        known(name, dict.fromkeys(METHODS), "method")
+    with wrong_input():
+        methods = [named_method(text) for text in names]
     # Of several, whether they go together comes first, which the library knows.
-    if calibration is None and len(names) == 1 and names[0] not in WITHOUT_DATA:
-        raise WrongInput(f"--method {names[0]} needs calibration data; give --calibration TEXT, a text file")
+    if calibration is None and len(methods) == 1 and methods[0].calibrates:
+        raise WrongInput(
+            f"--method {methods[0].name} needs calibration data; give --calibration TEXT, a text file"
+        )
 
 
 def check_counts(limit: int | None = None, length: int | None = None, new_tokens: int = 0) -> None:

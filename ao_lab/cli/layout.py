@@ -77,7 +77,7 @@ class SelectedLayout:
 
     def for_methods(self, methods: Sequence[str]) -> SelectedLayout:
         """The layout for what methods make: residuals have a place in our own alone. WrongInput where the other is named."""
-        if "lowrank" not in methods or self.layout == OWN:
+        if not any(one.split()[:1] == ["lowrank"] for one in methods) or self.layout == OWN:
             return self
         reason = "low-rank residuals have no place in compressed-tensors"
         if self.given is None:

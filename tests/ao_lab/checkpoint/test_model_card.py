@@ -289,6 +289,7 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
     """As that of the command line does: methods, tokens, what was rounded, what `for_layout` changed."""
     model, base = small_model(), tmp_path / "base"
     base.mkdir()
+    (base / "pretrained.json").write_text('{"grid": "layers Q4_1 (blocks of 32)"}')
     config = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
     batches = [torch.randint(0, 256, (2, 16)) for _ in range(2)]
     quantize_(model, config, calibration=batches, methods=(AWQ(), GPTQ()))
@@ -306,9 +307,12 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
     assert all(change in body for change in config.changes)
     assert "once its tokenizer is in this folder" in body
     assert "none was saved" not in body
+    assert "had been quantized before: layers Q4_1 (blocks of 32) in the base model's file" in body
+    (base / "pretrained.json").write_text('{"grid": "none: float32, never quantized"}')
     saved = save_pretrained(model, tmp_path / "b", tokenizer=Tokenizer(), **given)
     assert tmp_path / "b" / "tokenizer.json" in saved.files
     assert "To generate text:" in (tmp_path / "b" / CARD).read_text()
+    assert "quantized before" not in (tmp_path / "b" / CARD).read_text()
     with pytest.raises(TypeError, match="tokenizer has no save_pretrained"):
         save_pretrained(model, tmp_path / "c", tokenizer="b", **given)
 
@@ -318,6 +322,10 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
     [
         ("", "weights rounded to nearest, without calibration data."),
         ("--method hqq", "weights quantized by hqq, without calibration data."),
+        (
+            "--calibration a.txt --method 'gptq damping=0.1'",
+            "weights quantized by gptq damping=0.1 with calibration data.",
+        ),
         ("--calibration a.txt --method clip", "weights quantized by clip with calibration data."),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ao_lab.quantization.api
-from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_
+from ao_lab import GPTQ, Int4WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_
 from ao_lab.cli.app import main
 from tests.support.quantized_weights import same
 
@@ -93,7 +93,7 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         str(target),
         *CONFIG,
         *text(folder),
-        *("--method", "gptq", "--method", "clip"),
+        *("--method", "gptq damping=0.01", "--method", "clip"),
         *stream,
     ]
     assert main([*command, "--json"]) == 0
@@ -104,7 +104,12 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ids = torch.tensor(list(WORDS.encode()[: 12 * 32])).reshape(12, 32)
     config = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
-    quantize_(ours, config, calibration=[{"input_ids": x} for x in ids.split(8)], methods=("clip", "gptq"))
+    quantize_(
+        ours,
+        config,
+        calibration=[{"input_ids": x} for x in ids.split(8)],
+        methods=("clip", GPTQ(damping=0.01)),
+    )
     read = load_pretrained(target)
     for name, parameter in ours.named_parameters():
         assert same(parameter, read.get_parameter(name)), name
@@ -115,8 +120,13 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         assert torch.equal(theirs.get_parameter(name), value), name
     # Lines are as long as the paths in them allow.
     card = " ".join((target / "README.md").read_text().replace("\\\n", " ").split())
-    assert "--method gptq --method clip " + " ".join(["--windows 12 --length 32", *stream]) in card
-    assert re.search(r"quantized by gptq, clip on [\d,]+ tokens of calibration data, kept: ", card)
+    assert (
+        "--method 'gptq damping=0.01' --method clip " + " ".join(["--windows 12 --length 32", *stream])
+        in card
+    )
+    assert re.search(
+        r"quantized by gptq damping=0\.01, clip on [\d,]+ tokens of calibration data, kept: ", card
+    )
     assert "kept: clip + gptq (7 layers), but `lm_head.weight` rounded to nearest." in card
 
 
@@ -125,6 +135,9 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
     [
         (["--method", "gptq"], "--method gptq needs calibration data; give --calibration TEXT"),
         (["--method", "gtpq"], "gptq"),
+        (["--method", "gptq dampng=0.1"], 'no option dampng; the nearest is damping; it has order="activation", damping='),
+        (["--method", "gptq damping=2"], "GPTQ: damping is 'held out' or a share"),
+        (["--method", "bias alpha=1"], "method bias takes no options"),
         (["--method", "gptq", "--method", "gptq"], "GPTQ twice"),
         (["--calibration", "WORDS"], "give --method"),
         (["--calibration", "nowhere.txt", "--method", "gptq"], "--calibration nowhere.txt is no file"),

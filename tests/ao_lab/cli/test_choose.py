@@ -37,7 +37,9 @@ def text(folder):
     return ["--calibration", str(folder / "words.txt"), "--windows", "16", "--length", "24"]
 
 
-@pytest.mark.parametrize("methods", [[], ["--method", "clip", "--method", "gptq"]], ids=["rounding", "gptq"])
+@pytest.mark.parametrize(
+    "methods", [[], ["--method", "clip", "--method", "gptq damping=0.01"]], ids=["rounding", "gptq"]
+)
 def test_a_plan_makes_a_mixed_folder_that_plain_transformers_reads(methods, folder, tmp_path, capsys):
     plan, target = tmp_path / "plan.json", tmp_path / "out"
     command = ["choose", str(folder), "-o", str(plan), *OPTIONS, *text(folder), *methods, "--bits", "6.5"]
@@ -46,7 +48,7 @@ def test_a_plan_makes_a_mixed_folder_that_plain_transformers_reads(methods, fold
     choice = Choice.from_json(plan)
     assert told["measured"] == choice.measured
     assert {row["option"] for row in told["layers"]} == {OPTIONS[1], OPTIONS[3]}
-    assert [one.name for one in choice.methods] == methods[1::2]
+    assert [one.text for one in choice.methods] == methods[1::2]
     data = text(folder) if methods else []
     assert main(["quantize", str(folder), str(target), "--plan", str(plan), *data, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

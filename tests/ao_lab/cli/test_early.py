@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ao_lab.calibration.methods import METHODS
 from ao_lab.cli import early
 from ao_lab.cli.app import main
 from ao_lab.cli.terminal import INTERRUPTED, WrongInput
@@ -83,9 +82,7 @@ def test_mistakes_are_answered_without_torch(tmp_path):
 
 def test_names_are_those_of_the_modules():
     assert set(early.NAMED_TEXTS) == set(NAMED)
-    assert tuple(METHODS) == early.METHODS
     assert TASKS == asked.TASKS
-    assert set(early.WITHOUT_DATA) == {name for name, kind in METHODS.items() if not kind().calibrates}
     assert (early.COMPARISON, early.BENCHMARK) == (compare.FILE, times.FILE)
 
 
