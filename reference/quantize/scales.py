@@ -405,7 +405,8 @@ def _check_part(ns: Namespace, got: Any, want: Part, part: str, scheme: Scheme, 
             f"scheme {scheme.name} takes {part} = {rule} in {like} library, got {given}; see choose_scales"
         )
     have = f"{ns.dtype_name(got)} of shape {ns.shape(got)}"
-    if have != rule:
+    # NumPy's integers among lengths are written otherwise.
+    if have != rule and (ns.dtype_name(got), ns.shape(got)) != want:
         raise ValueError(f"scheme {scheme.name} takes {part} = {rule}, got {have}; see choose_scales")
 
 

@@ -18,6 +18,7 @@ import inspect
 import json
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import index
 from typing import Any
 
 from reference.arrays.bridges import array_container, bridged
@@ -92,7 +93,7 @@ class QuantizedStructure:
     def text(self) -> str:
         """As JSON, the scheme by its key."""
         fields = {**self.__dict__, "scheme": self.scheme.key, "shape": [_length(n) for n in self.shape]}
-        return json.dumps(fields)
+        return json.dumps(fields, default=index)
 
     @classmethod
     def read(cls, text: str) -> QuantizedStructure:

@@ -375,6 +375,16 @@ def test_jax_refuses_another_shape_than_that_of_the_codes(run, name, wrong, said
     assert jax.tree.structure(q) != jax.tree.structure(replace(q, shape=(4, 256), packed=True))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_and_axes_are_numpy_s_integers_too(packed):
+    q = quantize(FIELD_X, "int4_g32", packed=packed)
+    mine = replace(q, shape=tuple(map(np.int64, q.shape)), axis=np.int64(1))
+    assert_same_bits(reference.dequantize(mine), reference.dequantize(q))
+    exported = jax.export.export(jax.jit(reference.dequantize))(in_library(mine, jnp.asarray))
+    read = jax.export.deserialize(exported.serialize())
+    assert_same_bits(read.call(in_library(q, jnp.asarray)), reference.dequantize(q))
+
+
 def test_scales_of_another_library():
     q = quantize(FIELD_X, "fp8_rowwise")
     with pytest.raises(ValueError, match="in the codes' library, got a ArrayImpl"):
