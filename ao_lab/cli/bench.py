@@ -86,14 +86,18 @@ def command(
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized."""
+    """Time the linear layers and generate() of a model of your own, or layers of shapes: quantized beside unquantized.
+
+    Exit code 1 where no configuration could be timed.
+    """
     from ao_lab.cli.compare import configuration, split
-    from ao_lab.cli.early import BENCHMARK, check_model, check_tokens
+    from ao_lab.cli.early import BENCHMARK, check_model, check_tokens, check_weights
 
     if model is None and not shape:
         raise WrongInput("give a model (--model DIR) or shapes (--shape M,N,K), or both")
     check_model(model, "ao-lab quantize or transformers")
     if model is not None:
+        check_weights(model)
         check_tokens(model, new_tokens=new_tokens)
     shapes = [shape_of(one) for one in shape or []]
     names = [*(name for given in [*(configs or []), *(config or [])] for name in split(given)), *(more or [])]
@@ -105,7 +109,8 @@ def command(
         when_stopped(lambda: kept_in(out, BENCHMARK)),
         track_progress("bench", plain=as_json, transient=True) as work,
     ):
-        from ao_lab.measure.benchmark import benchmark
+        from ao_lab.measure.benchmark import TAKEN, benchmark
+        from ao_lab.measure.times import OK
 
         found = benchmark(
             model,
@@ -123,6 +128,9 @@ def command(
         print_json(found.to_dict())
     else:
         show(found)
+    others = [row.status for row in found.rows if row.name not in TAKEN]
+    if others and OK not in others:
+        raise typer.Exit(1)
 
 
 def shape_of(given: str) -> list[int]:

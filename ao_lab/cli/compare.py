@@ -131,6 +131,7 @@ def command(
         check_texts,
         check_tokenizer,
         check_tokens,
+        check_weights,
     )
 
     asked = [name for given in tasks or [] for name in split(given)]
@@ -144,6 +145,7 @@ def command(
     for name in [*named, *(more or [])]:
         configuration(name)
     check_tokenizer(model_dir)
+    check_weights(model_dir)
     with when_stopped(lambda: kept_in(out, COMPARISON)):
         from ao_lab.eval import HarnessOptions
 
@@ -164,10 +166,11 @@ def run(
     layout: str,
     **settings: Any,
 ) -> None:
-    """Compare, and show the table."""
+    """Compare, and show the table; exit code 1 where no configuration could be measured."""
     from ao_lab.install.extras import lacking, missing
     from ao_lab.measure.compare import PICTURE, TABLE, compare
     from ao_lab.measure.configurations import USUAL
+    from ao_lab.measure.times import OK
 
     check_device(device)
     if out is not None:
@@ -187,12 +190,15 @@ def run(
         )
     if as_json:
         print_json(found.to_dict())
-        return
-    show(found)
-    if out is not None:
+    else:
+        show(found)
+    if out is not None and not as_json:
         without = lacking("plot")
         more = f"; no picture: {missing(without)}" if without else f", {out / PICTURE} the picture"
         say(f"{out / TABLE} holds the table{more}")
+    others = [row.status for row in found.rows[1:]]
+    if others and OK not in others:
+        raise typer.Exit(1)
 
 
 def split(given: str) -> list[str]:

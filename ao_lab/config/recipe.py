@@ -285,7 +285,11 @@ def undividing(block: int, lengths: Collection[int]) -> str:
     divides most, where that is larger."""
     common, shown = gcd(*lengths), sorted(set(lengths))
     size, usual = largest_group(block, lengths), usual_group(block, lengths)
-    way = f"use group_size={size}" if common % 8 == 0 else "use one scale per row (group_size=-1)"
+    way = (
+        f"use group_size={size}"
+        if common % 8 == 0
+        else "use one scale per row (int8_rowwise, or group_size=-1)"
+    )
     if usual > size:
         fits = sum(one % usual == 0 for one in lengths)
         way = f"use group_size={usual}, which fits {fits} of {len(lengths)} layers; for all of them {way}"

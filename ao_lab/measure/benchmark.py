@@ -506,7 +506,7 @@ class Work:
         rounds = self.calls_of(mode)
         with several_compiled() if mode == COMPILED else nullcontext():
             for number in range(rounds):
-                self.parts.say(f"{what}, round {number + 1} of {rounds}")
+                self.parts.say(f"{what}, call {number + 1} of {rounds}")
                 for name, model in models.items():
                     seconds = by_transformers(model, prompt, new, **options)[0]
                     if number >= WARMUP[mode]:

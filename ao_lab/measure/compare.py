@@ -339,14 +339,14 @@ class Store:
 
 
 def doubtful(rows: Sequence[Compared]) -> list[Compared]:
-    """Rows, those noisy too whose speeds the host's other work or a slow baseline make worthless."""
+    """Rows, those noisy too whose speeds the host's other work or a slow baseline make worthless, the unquantized model's own
+    among them: its tokens a second are then too few, though its speedup is 1."""
     rates = [row.baseline_tokens_per_second for row in rows]
     baselines = [1 / rate if rate else None for rate in rates]
     found = []
     for row, baseline in zip(rows, baselines, strict=True):
         why = row.doubt or drift_of(baseline, baselines) or crowded(row.load, row.cores)
-        # The unquantized model's speedup is 1 by definition.
-        found.append(row if row.name == BASE else replace(row, doubt=why))
+        found.append(replace(row, doubt=why))
     return found
 
 

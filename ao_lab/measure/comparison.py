@@ -309,8 +309,8 @@ class Comparison:
             return f"No best configuration: {why}." if why else ""
         loss = rounded(found.difference, found.half_difference, sign=True)
         told = (
-            f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, at most "
-            f"{worst(found):+.2g}."
+            f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, "
+            f"perplexity at most {100 * math.expm1(min(worst(found), 700.0)):+.3g}%."
         )
         return f"{told} {self._of_readers(found)}".rstrip()
 

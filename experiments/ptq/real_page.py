@@ -161,7 +161,7 @@ def drawing(run: RealRun) -> Drawing | None:
     some = any(" layers)" in named(run, method) for method in run.lines)
     caption = (
         f"{run.model}: loss against bytes, rounding to the nearest, with 95% intervals; linear below {LINEAR}, logarithmic "
-        f"above.{' (13/15): 13 of 15 layers are quantized.' * some}"
+        f"above.{' (n/N): n of the N layers are quantized.' * some}"
     )
     return Drawing(f"ptq-real-{run.ending}", caption, wide, narrow)
 

@@ -109,6 +109,9 @@ def test_ctrl_c_is_answered_wherever_it_comes(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == "ao-lab: stopped\n"
     monkeypatch.undo()
     (tmp_path / "config.json").write_text("{}")
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "no weights: no file named model.safetensors" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr("ao_lab.cli.compare.run", stopped)
     assert main(["compare", str(tmp_path)]) == INTERRUPTED
     assert "stopped; nothing was kept (--out DIR does)" in capsys.readouterr().err
