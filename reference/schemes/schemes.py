@@ -246,10 +246,7 @@ class Scheme:
 
     @property
     def key(self) -> str:
-        """The record as text: its name in `SCHEMES`, or, for a record that is not there, all fields as JSON.
-
-        `reference.schemes.schemes.record_of` finds the record again, in any process.
-        """
+        """The record as text, by which `record_of` finds it in any process: its name in `SCHEMES`, or all fields as JSON."""
         return self._key  # type: ignore[attr-defined, no-any-return]
 
     @cached_property
@@ -281,9 +278,7 @@ def _told(record: Scheme | Scale | Zero) -> str:
 
 
 def scheme_fields(scheme: Scheme) -> dict[str, Any]:
-    """A record as plain values; "formats" has those that `reference.register` added, as plain values too, where there are
-    any.
-    """
+    """A record as plain values; "formats" has those that `reference.register` added, likewise, where there are any."""
     scales = (scheme.scale, scheme.outer)
     names = [scheme.element, *(one.storage for one in scales if one is not None)]
     own = [name for name in dict.fromkeys(names) if name in FORMATS and name not in BUILT_IN_FORMATS]
@@ -407,9 +402,8 @@ def register(record: Record) -> Record:
         if isinstance(record, Scheme):
             _check_target(record)
             _check_range(record)
-        table[record.name] = record  # type: ignore[assignment]
-        if isinstance(record, Scheme):
             RECORDS[record.name] = record
+        table[record.name] = record  # type: ignore[assignment]
     return record
 
 
@@ -431,22 +425,20 @@ def _check_target(record: Scheme) -> None:
 def _check_range(record: Scheme) -> None:
     """ValueError for scales of 8 bits that are no powers of two and have no outer scale, and for ratios that are rounded to the
     nearest power of two, unless `deviations` name that."""
-    if record.scale.storage == "float32" or record.outer is not None or record.deviations:
+    scale = record.scale
+    if scale.storage == "float32" or record.outer is not None or record.deviations:
         return
-    if record.scale.storage == POWER_STORAGE:
-        if record.scale.rule == "ratio":
-            raise ValueError(
-                f"scales of {record.name} are ratios rounded to the nearest power of two, down as well as up, so that the "
-                f"largest elements of blocks saturate by up to 30%. Give rule='rceil', which saturates none, or 'floor', "
-                f"OCP's; or name it in deviations"
-            )
-        return
-    storage = FORMATS[record.scale.storage]
-    if storage.kind == "float" and storage.bits <= 8:
-        outer = f"outer=Scale(block='tensor', statistic='absmax_elements', target={record.scale.target * storage.max:g})"
+    storage, powers = FORMATS[scale.storage], scale.storage == POWER_STORAGE
+    if powers and scale.rule == "ratio":
+        raise ValueError(
+            f"scales of {record.name} are ratios rounded to the nearest power of two, down as well as up, so that the largest "
+            f"elements saturate by up to 30%. Give rule='rceil', which saturates none, or OCP's 'floor'; or name it in deviations"
+        )
+    if not powers and storage.kind == "float" and storage.bits <= 8:
         raise ValueError(
             f"scales of {record.name} lie in {storage.name}, which ends at {storage.max:g}, without an outer scale: others "
-            f"saturate or are 0. Give {outer}, as nvfp4 has; or name it in deviations"
+            f"saturate or are 0. Give outer=Scale(block='tensor', statistic='absmax_elements', "
+            f"target={scale.target * storage.max:g}), as nvfp4 has; or name it in deviations"
         )
 
 
@@ -476,8 +468,7 @@ def scheme_from(fields: dict[str, Any]) -> Scheme:
 
 def record_of(text: str) -> Scheme:
     """The record of a name or of a `Scheme.key`; ValueError where there is none."""
-    result = RECORDS.get(text)
-    if result is not None:
+    if (result := RECORDS.get(text)) is not None:
         return result
     return scheme_from(json.loads(text)) if text.startswith("{") else scheme_of(text)
 
