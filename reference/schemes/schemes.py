@@ -432,7 +432,7 @@ def _check_range(record: Scheme) -> None:
     if powers and scale.rule == "ratio":
         raise ValueError(
             f"scales of {record.name} are ratios rounded to the nearest power of two, down as well as up, so that the largest "
-            "elements saturate by up to 30%. Give rule='rceil', which saturates none, or OCP's 'floor', or name it in deviations"
+            "ones saturate by up to 30%. Give rule='rceil', which saturates none, or OCP's 'floor', or name it in deviations"
         )
     if not powers and storage.kind == "float" and storage.bits <= 8:
         raise ValueError(
