@@ -53,6 +53,7 @@ class Compared:
     unquantized, by reason. differs: that weights of a folder are others than the unquantized model's. changes: in what the
     configuration differs from the one that the name says. vocabulary: tokens of the unquantized model, in its row alone. date
     (UTC), commit: when the row was measured and by which code ("" where nothing says it, as in an installed package).
+    methods: names of those that found its values (gptq, ...), "" for rounding to the nearest.
     """
 
     name: str
@@ -90,6 +91,12 @@ class Compared:
     vocabulary: int | None = None
     date: str = ""
     commit: str = ""
+    methods: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name as tables have it, with methods: "nvfp4 + gptq"."""
+        return " + ".join(filter(None, (self.name, self.methods)))
 
     @property
     def perplexity(self) -> float | None:
@@ -489,9 +496,9 @@ def _row_of(given: Mapping[str, Any]) -> Compared:
 def _cells(row: Compared) -> list[str]:
     """A row as text; "-" for what was not measured, "failed" where nothing could be (`Comparison.notes` say why)."""
     if row.status != OK:
-        return [row.name, "failed", *["-"] * (len(COLUMNS) - 2)]
+        return [row.label, "failed", *["-"] * (len(COLUMNS) - 2)]
     return [
-        row.name,
+        row.label,
         _text("{}/{}", row.layers, row.of_layers),
         row.layout or "-",
         "-" if row.bytes is None else digits(row.bytes / 1e6),

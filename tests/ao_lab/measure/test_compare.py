@@ -268,7 +268,10 @@ def test_files_hold_the_table_and_the_picture(found):
 def test_methods_and_models_in_memory(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto").eval()
     more = given(folder, calibration=folder / "other.txt", methods=["gptq"], calibration_windows=2)
-    gptq = compare(model, ["int4_g32"], tokenizer=folder / "base", **more).rows[1]
+    calibrated = compare(model, ["int4_g32"], tokenizer=folder / "base", **more)
+    gptq = calibrated.rows[1]
+    assert [line[0] for line in calibrated.table()[1:]] == ["unquantized", "int4_g32 + gptq"]
+    assert (gptq.name, gptq.methods) == ("int4_g32", "gptq")
     plain = compare(model, ["int4_g32"], tokenizer=folder / "base", **given(folder)).rows[1]
     assert (gptq.status, gptq.bytes) == ("ok", plain.bytes)
     assert gptq.kl != plain.kl
