@@ -65,8 +65,8 @@ LONG = 8192
 WHOLE_PER_THREAD = 128
 #: Elements a thread of a long row with many scales.
 GROUPS_PER_THREAD = 32
-#: How the L2 cache keeps x where codes are written, which are to stay for the matmul behind (`tl.load`'s eviction_policy); not
-#: of rows in pieces, where it was not measured.
+#: How the L2 cache keeps x where codes are written, which are to stay for the matmul behind (`tl.load`'s eviction_policy); rows
+#: in pieces were not measured and have none.
 EVICT = "evict_first"
 
 
