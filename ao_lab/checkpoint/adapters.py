@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.io.files import save_file, staged, without
+from ao_lab.checkpoint.io.files import page, save_file, staged, without
+from ao_lab.checkpoint.io.markdown import base_name, span
 from ao_lab.checkpoint.io.patterns import compiled
 from ao_lab.checkpoint.io.strict_json import parsed_object, read_object
+from ao_lab.checkpoint.model_card import CARD, WRITTEN, is_ours
 from ao_lab.checkpoint.save_checks import PREFIXES, unwrapped
+from ao_lab.install.versions import __version__
 from ao_lab.qat.layers import ADAPTERS
 from ao_lab.qat.lora import LoRALinear, LoRASumLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -55,8 +58,9 @@ def save_adapter(
     """Write the adapters of a model prepared by `QATConfig(..., lora=LoRA(...))` as a folder of PEFT; returns the files.
 
     `adapter_config.json` has r, lora_alpha, lora_dropout and target_modules (rank_pattern and alpha_pattern where layers
-    differ), `adapter_model.safetensors` the matrices A (rank, in) and B (out, rank) in the dtype that they train in. The model
-    stays as it is. base_model: what adapter_config.json calls the base. Default: where transformers loaded the model from.
+    differ), `adapter_model.safetensors` the matrices A (rank, in) and B (out, rank) in the dtype that they train in, README.md
+    the schemes of the weights beside which they trained, unless somebody else's is there. The model stays as it is.
+    base_model: what adapter_config.json calls the base. Default: where transformers loaded the model from.
 
     Whoever loads it should load the base quantized in the same way: `quantize_(model, config)` of the same weights, or a folder
     that `ao_lab.save_pretrained` wrote of it. With `LoRA(rounds="sum")` the sum of weight and adapter is what was rounded in
@@ -83,11 +87,31 @@ def save_adapter(
         for part in ADAPTERS
     }
     folder.mkdir(parents=True, exist_ok=True)
+    writes_card = not (folder / CARD).is_file() or is_ours(page(folder / CARD) or "")
     with staged(folder) as place:
         save_file(tensors, place / WEIGHTS, {"format": "pt", KEY: json.dumps(multiplied(layers))})
         (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if writes_card:
+            (place / CARD).write_text(adapter_card(config, layers), encoding="utf-8")
     LOG.info("saved %s: adapters of %d layers", folder, len(layers))
-    return folder / CONFIG, folder / WEIGHTS
+    return folder / CONFIG, folder / WEIGHTS, *[folder / CARD] * writes_card
+
+
+def adapter_card(config: Mapping[str, Any], layers: Layers) -> str:
+    """README.md of a folder of adapters: the base model, and by which schemes its weights were quantized in training."""
+    base = config["base_model_name_or_path"]
+    named = span(base_name(base)) if base else "a base model without a name"
+    counted = Counter(multiplied(layers).values())
+    beside = "\n".join(
+        f"- {span(recipe)}: {count} layer{'s' * (count > 1)}" for recipe, count in counted.items()
+    )
+    return (
+        f"# LoRA adapters for {named}\n\nTrained with ao_lab beside weights of {named} in:\n\n{beside}\n\n"
+        "adapter_config.json names the base model alone, and PEFT loads the adapters beside its weights as they are there, "
+        "without a warning where these are not quantized so. Beside other weights outputs differ from those in training: "
+        "quantize the base by the same configuration first, or load the folder into which it was saved so.\n\n"
+        f"{WRITTEN}{__version__}.\n"
+    )
 
 
 def adapted(model: nn.Module) -> Layers:

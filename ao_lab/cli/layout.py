@@ -261,7 +261,15 @@ def say(told: dict[str, Any]) -> None:
         for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
     if told["changes"] and told["layout"] != OWN:
-        out.print("  --layout ao_lab stores the configuration unchanged", markup=False)
+        zeros = any(
+            " because transformers 5.23 does not load packed zero points" in one for one in told["changes"]
+        )
+        also = (
+            ", --layout compressed-tensors too (zero points, with dequantize=True in config.json)"
+            if zeros
+            else ""
+        )
+        out.print(f"  --layout ao_lab stores the configuration unchanged{also}", markup=False)
     if told["limits"] and not verbose:
         out.print(
             "  README.md in the folder has notes on what readers compute (here: ao-lab -v)", markup=False

@@ -93,6 +93,12 @@ class LowBitOptimizer(Optimizer):
         check_numbers(kind, float(lr), betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    def __repr__(self) -> str:
+        """torch's, and how states and parameters are stored."""
+        first, _, rest = super().__repr__().partition("\n")
+        stored = f"states: {self.states.name}, block_size: {self.block_size}, master: {self.master}"
+        return f"{first}\n    {stored}\n{rest}"
+
     def __getstate__(self) -> dict[str, Any]:
         """torch's, and what a subclass has beside it; neither tables of addresses nor events."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN}}

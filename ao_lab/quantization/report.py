@@ -79,8 +79,13 @@ BESIDE = (ADAPTER, RESIDUAL)
 REPLACED = "not in QAT (put here after step='prepare')"
 #: Of layers whose configuration names the kernel "dequantize", as `Config.for_layout` does.
 SLOW = (
-    "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and is no faster than an "
-    "unquantized layer; a configuration with {} is faster here"
+    "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and takes longer than an "
+    "unquantized layer, on a CPU several times as long; a configuration with {} is faster here"
+)
+#: Of layers that are prepared for QAT on a CPU.
+SLOW_TRAINING = (
+    "  on a CPU a step takes up to several times as long as without QAT (2 to 7 times was measured where no kernel multiplies "
+    "8-bit integers); train on a GPU"
 )
 #: Of layers that quantize inputs and whose configuration names another kernel.
 NAMED = (
@@ -185,6 +190,8 @@ class Report(ModelReport[Layer]):
     kv_cache: str = ""
     #: What `use_attention_` set, as text; "" where it set nothing.
     attention: str = ""
+    #: Whether layers that step "prepare" has prepared are on a CPU.
+    prepared_on_cpu: bool = False
 
     @property
     def bits(self) -> float:
@@ -216,6 +223,7 @@ class Report(ModelReport[Layer]):
         named = dict.fromkeys(layer.named for layer in self.layers if layer.named)
         slow = [SLOW.format(" or ".join(faster))] if faster else []
         few = self.few_judges()
+        slow += [SLOW_TRAINING] * self.prepared_on_cpu
         return slow + [NAMED.format('" or "'.join(named))] * bool(named) + [f"  {few}"] * bool(few)
 
     def few_judges(self) -> str:
@@ -274,7 +282,13 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
         (*layers, *_others(model, reasons), *beside),
         str(getattr(model, KV_CACHE, "")),
         str(getattr(model, ATTENTION, "")),
+        any(layer.prepared == "for QAT" for layer in layers) and on_cpu(model),
     )
+
+
+def on_cpu(model: nn.Module) -> bool:
+    """Whether a parameter of a model is on a CPU."""
+    return any(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:

@@ -60,11 +60,14 @@ class Converted:
     not_fused: dict[str, str] = field(default_factory=dict)
     #: Why the matmuls are not faster than before on the device of the model; "" where kernels multiply 8-bit operands.
     slow: str = ""
+    #: Of `pad`: linear layers whose lengths blocks do not divide, with the lengths that they are padded to.
+    padded: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         count = f"{len(self.changed)} of {len(self.changed) + len(self.left)} layers"
+        told = {name: f"trains{self.padded.get(name, '')}" for name in self.changed}
         lines = [f"{count} train by {self.recipe.name}{'; ' * bool(self.slow)}{self.slow}"]
-        lines += [f"  {line}" for line in folded_names(dict.fromkeys(self.changed, "trains"))]
+        lines += [f"  {line}" for line in folded_names(told)]
         lines += [f"  {line}" for line in folded_names(self.left, "left: ")]
         lines += [f"  {line}" for line in folded_names(self.gathered_whole, "gathered in its own dtype: ")]
         if self.fused or self.not_fused:
@@ -91,7 +94,19 @@ def without_speed(model: nn.Module, settings: Settings) -> str:
     if settings.recipe.is_dense or not emulated:
         return ""
     where = "on CPUs" if "cpu" in slow else "on GPUs without FP8 units" if slow else "by kernel='emulate'"
-    return f"{where} quantized operands are multiplied in float32: the same training, no speedup"
+    cost = "several times slower than in bfloat16 (an H100 has FP8 units)" if "cpu" in slow else "no speedup"
+    return f"{where} quantized operands are multiplied in float32: the same training, {cost}"
+
+
+def padded_lengths(settings: Settings, layer: nn.Linear) -> str:
+    """What a linear layer is padded to, as the end of a line of a report; "" where blocks divide its lengths."""
+    _, n, k = settings.steps
+    lengths = (("in_features", layer.in_features, k), ("out_features", layer.out_features, n))
+    return "".join(
+        f", {name} {length} padded to {length + -length % step}"
+        for name, length, step in lengths
+        if length % step
+    )
 
 
 def convert_for_training_(
@@ -149,7 +164,8 @@ def convert_for_training_(
     LOG.info("recipe %s: %d modules converted, %d left", record.name, len(found.chosen), len(found.left))
     slow = without_speed(model, settings)
     warn_of_saved_training(model, "recipe")
-    return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused, slow)
+    padded = {name: told for name, layer in linears.items() if (told := padded_lengths(settings, layer))}
+    return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused, slow, padded)
 
 
 ADAPTER = "an adapter trains in its own dtype; a filter_fn that selects it converts it too"
@@ -264,7 +280,9 @@ def other_reason(module: nn.Module) -> str:
         return "nn.MultiheadAttention uses its weight without calling it"
     if is_experts(module):
         return "experts=False"
-    return f"recipes train nn.Linear and batched experts, and this is a {type(module).__name__}"
+    kind = type(module).__name__
+    article = "an" if kind[:1] in "AEIOU" else "a"
+    return f"recipes train nn.Linear and batched experts, and this is {article} {kind}"
 
 
 def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:

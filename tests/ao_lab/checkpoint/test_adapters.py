@@ -53,6 +53,8 @@ def test_peft_reads_them(tmp_path):
     net = adapted(LoRA(4, alpha=12, dtype=torch.float32))
     files = save_adapter(net, tmp_path, base_model="owner/base")
     assert sorted(file.name for file in files) == sorted(file.name for file in tmp_path.iterdir())
+    card = (tmp_path / "README.md").read_text()
+    assert "Trained with ao_lab beside weights of `owner/base` in:\n\n- `int4" in card
     config = json.loads(files[0].read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 12, ["q_proj", "v_proj"])
     assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", "owner/base")

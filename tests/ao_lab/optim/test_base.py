@@ -94,6 +94,13 @@ def test_defaults_are_torchaos(kind, states, block, betas, decay):
     assert kind([parameter()], block_size=64).block_size == 64
 
 
+def test_a_log_tells_how_states_are_stored():
+    shown = repr(AdamW8bit([torch.nn.Parameter(torch.zeros(4))], master="32bit"))
+    assert shown.startswith(
+        "AdamW8bit (\n    states: 8bit, block_size: 256, master: 32bit\nParameter Group 0\n"
+    )
+
+
 def test_float32_moments_go_to_torchs_adamw_and_back():
     model = model_of()
     optimizer = AdamW8bit(model.parameters(), lr=1e-3)

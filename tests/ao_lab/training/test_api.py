@@ -460,6 +460,17 @@ def test_fields_and_defaults_are_those_of_torchao(name):
             assert mine.default == other.default, mine.name
 
 
+def test_padded_layers_and_the_cost_on_a_cpu_are_said():
+    net = nn.Sequential(nn.Linear(30, 40), nn.Linear(64, 64), nn.Embedding(3, 4))
+    lines = str(ao_lab.convert_for_training_(net, "mxfp8", pad=True)).splitlines()
+    assert "several times slower than in bfloat16" in lines[0]
+    assert lines[1] == "  0  trains, in_features 30 padded to 32, out_features 40 padded to 64"
+    assert lines[2:] == [
+        "  1  trains",
+        "  2  left: recipes train nn.Linear and batched experts, and this is an Embedding",
+    ]
+
+
 def test_quantized_weights_do_not_train():
     """They would get no gradient; with padding as without."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
