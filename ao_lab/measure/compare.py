@@ -455,7 +455,7 @@ class Work:
             row = self.measure(name, model, base, files, seconds)
             differs = other_weights(model, base.model) if isinstance(config, Path) else ""
             why = unserved_of(model, config) if files.layout == COMPRESSED else ""
-            told = "" if isinstance(config, Path) else " + ".join(one.name for one in self.methods)
+            told = "" if isinstance(config, Path) else " + ".join(one.text for one in self.methods)
             row = replace(row, left=left, changes=self.changes.get(name, ""), methods=told)
             return replace(row, differs=differs, unserved=why)
         except Exception as error:
