@@ -22,8 +22,6 @@ INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX
 help:                ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | expand -t 16
 
-# Waiting threads must not take a core from those that work.
-reproduce: export OMP_WAIT_POLICY = passive
 reproduce: install   ## run the experiments and write reports/index.html
 	$(BIN)/ao-lab reproduce --scale $(SCALE) $(ARGS)
 

@@ -5,12 +5,7 @@ with an `EXPERIMENT` in its ``__init__`` is one (`experiments.harness.registry`)
 importing this package is quick.
 """
 
-import os
 from typing import Any
-
-# Threads that wait for each other sleep instead of spinning: on a busy machine torch is several times faster so. It is
-# read when torch's OpenMP library is loaded, so it is set before any experiment imports torch; a user's own value stands.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS

@@ -545,10 +545,5 @@ def complain(message: str, code: int) -> int:
 
 
 def entry() -> None:
-    """The program `ao-lab`.
-
-    Threads of a CPU that wait for each other sleep, as in `reproduce`, unless the caller's environment says otherwise: on a
-    host with other work they would else take the cores from those that compute, and everything takes several times as long.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    """The program `ao-lab`."""
     leave(main())

@@ -421,18 +421,6 @@ def test_what_libraries_warn_of_while_imported_is_quiet(monkeypatch, flags):
         ours.setLevel(before[2])
 
 
-def test_waiting_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
-    """On a busy host spinning threads take the cores from those that compute."""
-    monkeypatch.setattr(app, "leave", lambda code: None)
-    monkeypatch.setattr(app, "main", lambda: 0)
-    for given, wanted in ((None, "passive"), ("active", "active")):
-        monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
-        if given is None:
-            monkeypatch.delenv("OMP_WAIT_POLICY")
-        app.entry()
-        assert os.environ["OMP_WAIT_POLICY"] == wanted
-
-
 def test_a_full_disk_is_answered_with_the_way_out():
     full = OSError(errno.ENOSPC, "No space left on device", "out/comparison.json")
     said = "No space left on device (out/comparison.json); make room, or name a folder on another disk"
