@@ -355,7 +355,8 @@ def test_what_methods_see_is_no_text_that_judges():
 def test_the_command_refuses_unknown_parts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
     assert main(["reproduce", "calibration", "--model", str(folder), "--only", "gptk"]) == 2
-    assert "unknown part 'gptk' of calibration; the parts are rounding; search" in " ".join(
-        capsys.readouterr().err.split()
+    assert (
+        "unknown part 'gptk' of calibration; the nearest is gptq; the parts are rounding; search"
+        in " ".join(capsys.readouterr().err.split())
     )
     assert json.loads(json.dumps(list(ARMS)))[0] == "rounding"

@@ -155,7 +155,7 @@ def test_memory_is_what_was_taken_beyond_the_beginning(monkeypatch):
         ("no weights", "holds no model of transformers (config.json and weights)"),
         ("no tokenizer", "has no tokenizer.json and its model has 320 tokens"),
         ("encoder", "is no language model but encoder"),
-        ("unknown name", "unknown configuration int9wo"),
+        ("unknown name", "unknown part 'int9wo' of decode; the nearest is int8wo"),
     ],
 )
 def test_what_is_no_model_is_refused(folder, tmp_path, monkeypatch, capsys, change, message):
