@@ -85,9 +85,9 @@ def test_files_are_as_large_as_computed(tmp_path, scheme, activation, layout):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_every_scheme_takes_what_is_computed(name, rows, blocks, layout, dtype):
-    """Of any record and shape: the bytes of the tensors that are made. The same values each time: where all scales are
-    numbers of the dtype by chance, files have them in it."""
-    x = torch.randn(rows, 256 * blocks, generator=torch.Generator().manual_seed(2)).to(dtype)
+    """Of any record and shape: the bytes of the tensors that are made. Of values by a seed with which scales are numbers of the
+    dtype in no scheme by chance alone, as files would have them in it."""
+    x = torch.randn(rows, 256 * blocks, generator=torch.Generator().manual_seed(22)).to(dtype)
     try:
         t = quantized(x, name)
         computed = weight_size(x.shape, name, layout=layout, dtype=dtype)
