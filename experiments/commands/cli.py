@@ -286,10 +286,14 @@ def ledger(
         typer.Option(help="Put in what tests/gpu/validate.py --out FOLDER compared.", metavar="FOLDER"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="With --refresh: how long it may take.")] = 480.0,
+    function: Annotated[
+        list[str] | None,
+        typer.Option(help="With --refresh: only this function, such as quantize; repeatable."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Which functions were validated on a GPU: cases, differences, date, commit, device."""
     from experiments.commands.work import run_ledger
 
-    if not run_ledger(check, refresh, as_json, seconds=seconds, add=add):
+    if not run_ledger(check, refresh, as_json, seconds=seconds, add=add, names=function or ()):
         raise typer.Exit(1)

@@ -430,7 +430,15 @@ def baseline(line: Any) -> str:
     return "" if best is None else f"{best.baseline} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"
 
 
-def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add: Path | None = None) -> bool:
+def run_ledger(
+    check: bool,
+    refresh: bool,
+    as_json: bool,
+    *,
+    seconds: float,
+    add: Path | None = None,
+    names: Sequence[str] = (),
+) -> bool:
     """Show the table, check it, remake it, or add to it. False where something was not reached or not put in; where --check or
     --refresh asked for it, also where something was never validated, or differed."""
     from experiments.runs import validations
@@ -438,7 +446,9 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add
     if check and refresh:
         raise WrongInput("ledger takes --check or --refresh, not both")
     check_clone("ledger", "the table lies in its reports/, the tests that make it in its tests/gpu/")
-    late = validate(seconds) if refresh else []
+    if names and not refresh:
+        raise WrongInput("ledger --function goes with --refresh")
+    late = validate(seconds, names) if refresh else []
     if add is not None:
         try:
             added, left = validations.add(add)
@@ -459,16 +469,18 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float, add
     return not late and not (problems and (check or refresh))
 
 
-def validate(seconds: float) -> list[str]:
-    """Validate on this GPU; whose tests the time did not reach."""
+def validate(seconds: float, names: Sequence[str] = ()) -> list[str]:
+    """Validate on this GPU everything, or these functions; whose tests the time did not reach."""
     import torch
 
     from experiments.runs import validations
 
     if not torch.cuda.is_available():
         raise WrongInput("ledger --refresh runs on a GPU and torch sees none here; ao-lab doctor says why")
-    _, late = validations.refresh(seconds)
-    return late
+    try:
+        return validations.refresh(seconds, names=names)[1]
+    except ValueError as error:
+        raise WrongInput(f"ledger --function: {error}") from error
 
 
 def show_check(problems: dict[str, str], changes: list[str], late: list[str]) -> None:

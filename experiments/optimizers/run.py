@@ -1,7 +1,8 @@
 """Experiment `optimizers`: optimizer states in 8 and 4 bits, of ours and of torchao.
 
 Parts: "updates" (how far updates lie from those with float32 states, on a CPU, on torchao's own code and ours), "paired"
-(trainings over paired seeds, with their gaps) and "speed" (what a step takes). Stand-in: on a CPU the trainings are of a tiny
+(trainings over paired seeds, with their gaps) and "speed" (what a step takes); `--only` with the names of methods means paired
+trainings of these. Stand-in: on a CPU the trainings are of a tiny
 model and some steps, and a step is of small parameters.
 """
 
@@ -20,7 +21,9 @@ from experiments.optimizers.training import GAPS, PAIRED, PLANS
 from experiments.runs.run import Settings
 
 EXPERIMENT = "optimizers"
-PARTS = (updates.KIND, speed.SPEED, PAIRED)
+KINDS = (updates.KIND, speed.SPEED, PAIRED)
+#: What `--only` names: parts, and methods of paired trainings, beside which those with float32 states always train.
+PARTS = (*KINDS, *(method.name for method in training.METHODS))
 DATA = "normal-gradients"
 check_parts = partial(check_known, EXPERIMENT, PARTS)
 
@@ -33,10 +36,12 @@ def subject(settings: Settings) -> str:
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
+    check_parts(settings.only)
     deadline = Deadline(settings.seconds)
     parts = {updates.KIND: _updates, speed.SPEED: _speed, PAIRED: _paired}
     failed: list[Row] = []
-    for part in settings.only or PARTS:
+    named = [PAIRED if part not in KINDS else part for part in settings.only]
+    for part in dict.fromkeys(named or KINDS):
         failed += parts[part](settings, journal, deadline)
     return [*journal.rows, *failed]
 
@@ -80,8 +85,18 @@ def _speed(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row
 def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
     plan, table = PLANS[settings.scale], table_name(PAIRED, settings.scale, settings.corpus.name)
     name = plan.training.model.name
+    chosen = {*settings.only}.difference(KINDS)
+    names = [
+        one
+        for one in training.names_of(plan, settings.device)
+        if not chosen or one in {training.BASE, *chosen}
+    ]
+    if missing := sorted(chosen.difference(names)):
+        raise ValueError(
+            f"{missing[0]!r} is not trained at scale {settings.scale} on {settings.device}; name one of {names[1:]}"
+        )
     # All seeds of a method before the next one: a gap needs them.
-    lines = [(one, seed) for one in training.names_of(plan, settings.device) for seed in range(plan.seeds)]
+    lines = [(one, seed) for one in names for seed in range(plan.seeds)]
     works = {
         f"{method}, seed {seed}": partial(_trained, replace(settings, seed=seed), plan, method)
         for method, seed in lines

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,13 +126,17 @@ def changes(root: Path = ROOT) -> list[str]:
     return words
 
 
-def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str]]:
-    """Validate everything on this GPU and write the lines; returns the path, and what time or no test reached."""
+def refresh(seconds: float = SECONDS, root: Path = ROOT, names: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """Validate everything, or these functions, on this GPU and write the lines; returns the path, and what time or no test
+    reached. ValueError for a name that is no function with kernels."""
+    if unknown := sorted({*names} - {*functions()}):
+        raise ValueError(f"{unknown[0]!r} is no function with kernels; these are: {', '.join(functions())}")
     commit()  # of the code that is tested, whatever happens to the tree meanwhile
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tests.json"
         command = [sys.executable, str(root / TESTS), "--fraction", FRACTION, "--json", str(out)]
         command += ["--seconds", str(max(seconds - GRACE, 1.0))]
+        command += ["--functions", ",".join(names)] if names else []
         # The program's own words are no result of the ledger's: they go where progress goes.
         subprocess.run(command, cwd=root, stdout=2, check=False)
         if not out.exists():
@@ -142,8 +146,9 @@ def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str
     found: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
         found.setdefault(entry_of(test["name"]), []).append(test)
-    path = record([total(name, some) for name, some in found.items() if name not in late], root)
-    return path, sorted({*late, *(set(functions()) - set(found))})
+    asked = set(names or [*functions(), *found])
+    path = record([total(name, some) for name, some in found.items() if name in asked - {*late}], root)
+    return path, sorted(asked.intersection(late) | (asked - set(found)))
 
 
 #: What names a result of `tests/gpu/validate.py`: a subject, and which share of how many it is of where it is one.

@@ -93,6 +93,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only", default="", help="only jobs whose 'family label' holds this, or one of these: a,b"
     )
     parser.add_argument("--families", help="only these families, by name: a,b")
+    parser.add_argument("--functions", help="only jobs that test these functions of fast first: a,b")
     parser.add_argument("--quick", action="store_true", help=f"the same as --fraction {QUICK}")
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs and repetitions")
     parser.add_argument("--json", type=Path, help="where the results go")
@@ -123,6 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
         if any(part in f"{job.family} {job.label}" for part in options.only.split(","))
     ]
     chosen = of_families(chosen, options.families)
+    if options.functions is not None:
+        chosen = [job for job in chosen if job.function in options.functions.split(",")]
     say(f"{len(chosen)} jobs on {options.workers} processes, device {options.device}")
     start = time.perf_counter()
     slowest: list[tuple[float, str]] = []

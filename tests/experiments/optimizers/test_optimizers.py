@@ -1,13 +1,15 @@
 """Experiment `optimizers`: what its numbers are, and what its page says of rows."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from experiments.harness.rows import Row
-from experiments.optimizers import candidates, page, speed, training, updates
+from experiments.optimizers import candidates, page, run, speed, training, updates
 from experiments.optimizers.training import BASE, GAP, HELD_OUT, INTERVAL
 from experiments.optimizers.updates import LARGEST, PROJECTION, RMS, Setting
+from experiments.runs.run import settings_for
 
 
 @pytest.mark.nightly
@@ -70,6 +72,24 @@ def test_gaps_are_paired():
     assert set(found) == {"8-bit states"}
     assert found["8-bit states"][GAP][0] == pytest.approx(1.0)
     assert found["8-bit states"][INTERVAL][0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_methods_can_be_named(monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        run, "_trained", lambda settings, plan, method: trained.append((method, settings.seed)) or []
+    )
+    monkeypatch.setattr(run, "gap_rows", lambda *rest: [])
+    # As on a GPU, which is not asked for its name.
+    settings = replace(
+        settings_for("full", "cpu", Path("/none")), device="cuda", only=("float32 states, 24-bit master",)
+    )
+    monkeypatch.setattr(run, "measure_each", lambda _, works, *rest: [work() for work in works.values()])
+    run.run(settings)
+    names = (training.BASE, "float32 states, 24-bit master")
+    assert trained == [(name, seed) for name in names for seed in range(5)]
+    with pytest.raises(ValueError, match="not trained at scale quick on cpu"):
+        run.run(replace(settings, scale="quick", device="cpu"))
 
 
 def test_the_page_names_the_largest_and_misses_targets():

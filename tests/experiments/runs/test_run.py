@@ -66,8 +66,9 @@ def test_every_function_with_kernels_has_a_line_and_passed():
 def program(monkeypatch, tmp_path):
     """Stands in for the program on a GPU: writes these tests."""
 
-    def of(*tests):
+    def of(*tests, names=()):
         def run(command, **_):
+            assert ("--functions" in command) == bool(names)
             assert order == ["commit"], "the commit is that of the code before it is tested"
             full = [
                 {"status": "ok", "count": 10, "different": 0, "handed_on": 0, "cases": 2, "late": 0, **one}
@@ -77,8 +78,9 @@ def program(monkeypatch, tmp_path):
                 json.dump({"tests": full}, file)
             return SimpleNamespace(returncode=0)
 
+        order.clear()
         monkeypatch.setattr(validations.subprocess, "run", run)
-        return validations.refresh(60.0, tmp_path)
+        return validations.refresh(60.0, tmp_path, names)
 
     monkeypatch.setattr(validations, "versions", lambda device: "torch")
     order = []
@@ -103,6 +105,23 @@ def test_tests_of_a_function_are_one_line_and_what_was_late_keeps_its_own(progra
     assert (found["quantize"].different, found["quantize"].failed, found["quantize"].passed) == (1, 1, False)
     assert found["saturation"].cases == 1
     assert not found["skipped"].passed
+
+
+def test_one_function_alone_leaves_the_lines_of_others(program, tmp_path):
+    validations.record([LINE], tmp_path)
+    _, late = program(
+        {"name": "norm/rms_norm_quantize"},
+        {"name": "formats/encode", "different": 9},
+        names=["rms_norm_quantize"],
+    )
+    found = validations.read(tmp_path)
+    assert late == []
+    assert found["encode"] == LINE
+    assert found["rms_norm_quantize"].passed
+    _, late = program({"name": "norm/quantize"}, names=["rms_norm_quantize"])
+    assert late == ["rms_norm_quantize"]
+    with pytest.raises(ValueError, match="'norm' is no function with kernels"):
+        program(names=["norm"])
 
 
 def test_the_command_shows_the_table_and_refuses_what_cannot_be(capsys):

@@ -28,7 +28,7 @@ from reference.quantize.blocks import Blocks
 from tests.gpu.harness.poison import poisoned
 
 WATCHED = ("quantize", "dequantize", "choose_scales", "encode", "decode", "pack", "unpack", "fake_quantize",
-           "fake_quantize_vjp", "linear", "quantize_both", "rms_norm_quantize", "swiglu_quantize",
+           "fake_quantize_vjp", "linear", "quantize_both", "rms_norm_quantize", "layer_norm_quantize", "swiglu_quantize",
            "prune", "compress", "decompress", "quantize_compressed", "prune_transposable", "compress_transposable",
            "linear_sparse", "linear_sparse_int4")  # fmt: skip
 SHOWN = 6  # failing checks of a job that keep their text

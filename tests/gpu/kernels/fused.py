@@ -1,6 +1,6 @@
-"""quantize_both, rms_norm_quantize and swiglu_quantize.
+"""quantize_both, rms_norm_quantize, layer_norm_quantize and swiglu_quantize.
 
-rms_norm and swiglu themselves: silu of every pattern, the order of sums, rows of every length, views.
+The norms and swiglu themselves: silu of every pattern, the order of sums, rows of every length, views.
 
 silu is a table of correctly rounded results, and the kernel computes it with
 an approximate reciprocal: only trying all 65,536 inputs of a dtype on the device shows that it is the table.
@@ -39,10 +39,13 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def fused_jobs(settings: Settings) -> list[Job]:
-    """Families "both", "rms_norm" and "swiglu"."""
+    """Families "both", "rms_norm", "layer_norm" and "swiglu"."""
     names = REPRESENTATIVE[:: 1 if settings.fraction > 0.2 else 5]
     made = [Job("both", n, "quantize_both", both_case, (n, i), 4.0) for i, n in enumerate(names)]
     made += [Job("rms_norm", n, "rms_norm_quantize", norm_case, (n, i), 4.0) for i, n in enumerate(names)]
+    made += [
+        Job("layer_norm", n, "layer_norm_quantize", layer_norm_case, (n, i), 4.0) for i, n in enumerate(names)
+    ]
     made += [Job("swiglu", n, "swiglu_quantize", swiglu_case, (n, i), 4.0) for i, n in enumerate(names)]
     every = [name for name in default_schemes() if name not in REPRESENTATIVE][
         :: 1 if settings.fraction > 0.2 else 9
@@ -85,6 +88,8 @@ def plain_case(run: Run, name: str) -> None:
         run.same("quantize_both", "bfloat16", x, name)
     if not run.missing("rms_norm_quantize"):
         run.same("rms_norm_quantize", "bfloat16", x, weight, name, residual=up)
+    if not run.missing("layer_norm_quantize"):
+        run.same("layer_norm_quantize", "bfloat16", x, weight, name, bias=up[0])
     if not run.missing("swiglu_quantize"):
         run.same("swiglu_quantize", "bfloat16", x, up, name)
 
@@ -130,6 +135,26 @@ def strided_norm(run: Run, name: str) -> None:
     copies: tuple[Any, ...] = (np.ascontiguousarray(x.T), weight[::2].copy())
     wanted = run.expect("rms_norm_quantize", *copies, name, residual=residual[:, 1:257].copy())
     run.compare("rms_norm_quantize", "views", run.guarded(call), wanted)
+
+
+def layer_norm_case(run: Run, name: str, index: int) -> None:
+    """Every shape; dtype and eps change with it; with and without a bias, packed too; equal values; views."""
+    if run.missing("layer_norm_quantize"):
+        return
+    for number, shape in enumerate(NORM_SHAPES):
+        dtype = DTYPES[(number + index) % len(DTYPES)]
+        bias = normals(shape[-1:], dtype, number + 2)
+        for label, x, weight, _ in norm_inputs(shape, dtype, number):
+            eps = EPSILONS[(number + len(label)) % len(EPSILONS)]
+            text = f"{dtype} {shape} {label} eps {eps}"
+            run.same("layer_norm_quantize", text, x, weight, name, eps=eps)
+            run.same("layer_norm_quantize", f"{text} bias", x, weight, name, eps=eps, bias=bias)
+        same = np.ones(shape, weight.dtype)
+        run.same("layer_norm_quantize", f"{dtype} {shape} equal values", same, weight, name, packed=True)
+    x, weight = normals((256, 128)), normals((128 * 4,), seed=2)
+    call = lambda: run.fast.layer_norm_quantize(run.put(x).t(), run.put(weight)[::2], name)  # noqa: E731
+    wanted = run.expect("layer_norm_quantize", np.ascontiguousarray(x.T), weight[::2].copy(), name)
+    run.compare("layer_norm_quantize", "views", run.guarded(call), wanted)
 
 
 def swiglu_case(run: Run, name: str, index: int) -> None:
