@@ -53,7 +53,7 @@ def test_what_changed_since_is_said_and_is_no_problem(tmp_path, monkeypatch):
 
 
 #: New since a GPU was last there. What `ao-lab ledger` validates leaves.
-WAITING: dict[str, str] = {"layer_norm_quantize": "never validated on a GPU"}
+WAITING: dict[str, str] = {}
 
 
 def test_every_function_with_kernels_has_a_line_and_passed():
