@@ -73,6 +73,10 @@ READ = ("same bits", "same, other order of sums", "same weights, rounds by itsel
 NO_FILES = ("PEFT", "lm-eval", "transformers, GGUF")
 
 
+#: Columns of perplexity by their heads: model and scale of each.
+Columns = dict[str, tuple[str, str]]
+
+
 class Entry(NamedTuple):
     """A configuration with its options, what one calls it, and the names of its results."""
 
@@ -173,7 +177,7 @@ def configurations() -> str:
     return f"{WHOSE}\n\n{markdown([*head, 'read by'], lines)}\n{texts(lines)}\n"
 
 
-def perplexities() -> dict[str, tuple[str, str]]:
+def perplexities() -> Columns:
     """The columns of perplexity that have results, each with the model and the scale of its runs: long ones first."""
     return {
         f"perplexity, {name}, {RUNS[scale]} ({length_of(model, scale)})": (model, scale)
@@ -189,23 +193,25 @@ def length_of(model: str, scale: str) -> str:
     return windows_of("ptq" if table in tables("ptq") else "calibration", table)
 
 
-def losses(entry: Entry) -> list[str]:
-    """The cells of those columns, and of `DIVERGENCE`."""
-    return [*(loss(entry, model, scale) for model, scale in perplexities().values()), divergence(entry)]
+def losses(entry: Entry, columns: Columns | None = None) -> list[str]:
+    """The cells of those columns, all of them by default, and of `DIVERGENCE`."""
+    places = (perplexities() if columns is None else columns).values()
+    return [*(loss(entry, model, scale) for model, scale in places), divergence(entry)]
 
 
-def texts(lines: Sequence[Sequence[str]]) -> str:
+def texts(lines: Sequence[Sequence[str]], columns: Columns | None = None) -> str:
     """Under a table: of which text and device its perplexities are, what stands after ±, and why a cell has none."""
+    columns = perplexities() if columns is None else columns
     told = "; ".join(
         f"{RUNS[scale]} of {model}: {windows_of(experiment, table)}, {device_of(experiment, table)}"
-        for model, scale in perplexities().values()
+        for model, scale in columns.values()
         for experiment in ("ptq", "calibration")
         if (table := table_of(model, scale)) in tables(experiment)
         and (experiment == "ptq" or table not in tables("ptq"))
     )
     words = f"{told[:1].upper()}{told[1:]}. ±: half of a 95% interval (Student's t over windows)."
-    words += " Runs read different windows of the text, so compare within a column."
-    words += "".join(f" {one}" for one in grids(perplexities().values()))
+    words += " Runs read different windows of the text, so compare within a column." * (len(columns) > 1)
+    words += "".join(f" {one}" for one in grids(columns.values()))
     if any(ABSENT in line for line in lines):
         words += f" {ABSENT}: groups of 128 do not divide this model's layers."
     if any(FORMER in cell for line in lines for cell in line):
@@ -252,21 +258,32 @@ def device_of(experiment: str, table: str) -> str:
 
 def summary() -> str:
     """The lines of README.md."""
-    head = ["", "configuration", "bits per weight", *perplexities(), DIVERGENCE]
+    entries = [ENTRIES[index] for index in SHORT]
+    columns = mostly_filled(entries)
+    head = ["", "configuration", "bits per weight", *columns, DIVERGENCE]
     head += [f"speed at {', '.join(map(str, TOKENS))} tokens", "read by"]
     lines = [
         [
             one.called,
             f"`{one}`",
             bits(one),
-            *losses(one),
+            *losses(one, columns),
             speeds(one, GPUS["H200"]),
             ", ".join(clients(one)[:2]),
         ]
-        for one in (ENTRIES[index] for index in SHORT)
+        for one in entries
     ]
     told = textwrap.fill(calibrated(), 128, break_on_hyphens=False)
-    return f"{WHOSE}\n\n{markdown(head, lines)}\n{told}\n\n{texts(lines)}\n"
+    return f"{WHOSE}\n\n{markdown(head, lines)}\n{told}\n\n{texts(lines, columns)}\n"
+
+
+def mostly_filled(entries: Sequence[Entry]) -> Columns:
+    """The columns of perplexity that have results of more than half of these entries: no others, on a page for everybody."""
+    return {
+        head: place
+        for head, place in perplexities().items()
+        if 2 * sum(loss(one, *place) not in ("", ABSENT) for one in entries) > len(entries)
+    }
 
 
 def calibrated() -> str:

@@ -36,6 +36,7 @@ from ao_lab.cli.options import (
     ModelDir,
     OnDevice,
     Skip,
+    model_folder,
 )
 from ao_lab.cli.plot import app as plot_app
 from ao_lab.cli.plugins import Commands, helped, way_out
@@ -50,6 +51,7 @@ from ao_lab.cli.terminal import (
     leave,
     printable,
     quiet_imports,
+    short_warnings,
 )
 from ao_lab.install.extras import MissingExtra, explained
 from ao_lab.measure.asked import LENGTH as TOKENS
@@ -281,7 +283,10 @@ def quantize(
 
 @app.command()
 def export(
-    model_dir: Annotated[Path, typer.Argument(help="Folder written by ao-lab quantize.")],
+    model_dir: Annotated[
+        Path,
+        typer.Argument(help="Folder written by ao-lab quantize.", parser=model_folder, metavar="MODEL_DIR"),
+    ],
     out_file: Annotated[Path, typer.Argument(help="Output file; must not exist yet.")],
     format: FormatOfFile = None,
     embedding: GgufEmbedding = None,
@@ -486,7 +491,7 @@ def options(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
-        with heeding_sigterm(), quiet_imports():
+        with heeding_sigterm(), quiet_imports(), short_warnings():
             code = int(app(args=arguments, standalone_mode=False) or 0)
             # Typer makes an exit code of Ctrl-C where no command heeded it.
             return complain("stopped", code) if code == INTERRUPTED else code

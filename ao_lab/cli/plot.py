@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ao_lab.cli.options import AsJson
+from ao_lab.cli.options import AsJson, model_folder
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, track_progress, work
 from ao_lab.install.extras import wrong_input
 
@@ -28,6 +28,7 @@ class ThemeName(StrEnum):
     DARK = "dark"
 
 
+NAMED = ", or the name of one that ao-lab pretrained made"
 Out = Annotated[Path, typer.Option("--out", "-o", help="The file to write: .svg, .png or .pdf.")]
 Look = Annotated[ThemeName, typer.Option(help="The page that the figure is for.")]
 Schemes = Annotated[
@@ -77,7 +78,14 @@ def plot_error(
 
 @app.command("tensor")
 def plot_tensor(
-    file: Annotated[Path, typer.Argument(help="A .npy or .safetensors file, or a folder of a dense model.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help=f"A .npy or .safetensors file, or a folder of a dense model{NAMED}.",
+            parser=model_folder,
+            metavar="FILE",
+        ),
+    ],
     scheme: Annotated[
         str, typer.Option(help="How it is quantized: a scheme such as nvfp4 (ao-lab schemes).")
     ],
@@ -96,7 +104,14 @@ def plot_tensor(
 
 @app.command("schemes")
 def plot_schemes(
-    file: Annotated[Path, typer.Argument(help="A folder of a dense model, or a .npy or .safetensors file.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help=f"A folder of a dense model{NAMED}, or a .npy or .safetensors file.",
+            parser=model_folder,
+            metavar="MODEL_DIR",
+        ),
+    ],
     out: Out,
     scheme: Schemes = None,
     theme: Look = ThemeName.LIGHT,

@@ -90,6 +90,32 @@ def quiet_imports() -> Iterator[None]:
             logger.setLevel(level)
 
 
+#: How the line about a version is switched off, as of any warning of Python.
+SILENCED = "PYTHONWARNINGS='ignore:ao_lab was tested' hides this"
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Of libraries that are older or newer than tested one line each, without file and source; other warnings as ever."""
+    import warnings
+
+    from ao_lab.install.versions import UntestedVersion
+
+    before = warnings.showwarning
+
+    def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
+        if issubclass(category, UntestedVersion):
+            say(f"{message} ({SILENCED})")
+        else:
+            before(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 def log_to_stderr(verbose: int) -> None:
     """Show what the logger "ao_lab" says: steps, or from 2 on details as well; a second call changes the level alone. Warnings
     of OTHERS are shown again."""

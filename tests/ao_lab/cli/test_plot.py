@@ -45,6 +45,20 @@ def test_figures_of_tensors_and_models(tmp_path, capsys):
     assert f"unknown tensor 'up_proj'; the nearest are {name}" in capsys.readouterr().err
 
 
+def test_a_name_stands_for_the_folder_that_was_made(tmp_path, monkeypatch, capsys):
+    """As in every other command that takes a model's folder; a mistyped one gets the nearest."""
+    pytest.importorskip("transformers")
+    save_llama(tmp_path / "model")
+    monkeypatch.setattr("ao_lab.cli.options.made", lambda name: tmp_path / name)
+    out = str(tmp_path / "schemes.svg")
+    assert main(["plot", "schemes", "model", "--scheme", "int8_rowwise", "-o", out]) == 0
+    monkeypatch.undo()
+    for command in (["plot", "schemes"], ["compare"], ["export"]):
+        rest = ["-o", out] if command[0] == "plot" else ["x.gguf"]
+        assert main([*command, "smolm2-135m", *rest]) == 2
+        assert "the nearest is smollm2-135m" in capsys.readouterr().err
+
+
 def test_figures_of_comparisons(tmp_path):
     from ao_lab.measure.comparison import Compared, Comparison
 

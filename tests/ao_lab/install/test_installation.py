@@ -122,7 +122,7 @@ def test_the_range_holds_the_pins_and_nothing_below_what_is_required():
         ("4.57.1", "pip install -U transformers"),
         ("5.23.0", None),
         ("5.24.3.dev0+local", None),
-        ("5.25.0", "this is 5.25.0, which may differ in names and layouts: a newer ao_lab may know it"),
+        ("5.25.0", r"this is 5.25.0: if something differs, pip install 'transformers<5\.25'$"),
         ("6.0", "this is 6.0"),
         ("unknown", "this is unknown"),
     ],
@@ -146,6 +146,29 @@ def test_one_warning_at_the_first_use(monkeypatch, use):
         warnings.simplefilter("error")
         use()
     assert versions.outside("transformers", transformers.__version__)
+
+
+def test_triton_is_told_of_with_torch(monkeypatch):
+    """Torch brings it: two warnings of one cause say less than one."""
+    monkeypatch.setattr(versions, "_checked", set())
+    monkeypatch.setattr(versions, "TESTED", {"torch": ("0.1", "0.2"), "triton": ("0.1", "0.2")})
+    monkeypatch.setitem(versions.sys.modules, "triton", types.SimpleNamespace(__version__="9.9"))
+    with pytest.warns(versions.UntestedVersion) as told:
+        versions.check_loaded()
+    assert [str(one.message).split(";")[0] for one in told] == ["ao_lab was tested with torch 0.1 to 0.2"]
+
+
+def test_a_command_says_it_in_a_line(monkeypatch, capsys):
+    def command(**options):
+        warnings.warn(versions.outside("torch", "99.1"), versions.UntestedVersion, stacklevel=1)
+
+    monkeypatch.setattr("ao_lab.cli.app.app", command)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main([]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ao-lab: ao_lab was tested with torch 2.11 to ")
+    assert line.endswith("(PYTHONWARNINGS='ignore:ao_lab was tested' hides this)")
 
 
 def test_doctor_says_it(monkeypatch):
