@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any
 
 from ao_lab.compile.fused_linears import FuseLinears, compile_options, inductor_class
+from ao_lab.compile.joined_linears import JoinMatmuls, join_weights_
 from ao_lab.install.extras import needed
 
 #: Parts of a weight that its shape and its description settle: presence, dtype and shape. Scales of inputs are there or not.
@@ -103,12 +104,14 @@ class GenerationSettings:
     options: tuple[str, ...]
     #: What `use_kv_cache_` set with it, as text.
     kv_cache: str = ""
+    #: Of a frozen model, whose CUDA graphs it has, as text.
+    graphs: str = ""
 
     def __str__(self) -> str:
         changed = "as before" if self.before == self.cache else f"before: {self.before}"
         return (
             f"generate() has a {self.cache} cache ({changed}) and is compiled by transformers, on GPUs alone, with the options "
-            f"{', '.join(self.options)}{self.kv_cache and '; ' + self.kv_cache}"
+            f"{', '.join(self.options)}{''.join('; ' + one for one in (self.kv_cache, self.graphs) if one)}"
         )
 
 
@@ -117,7 +120,7 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
 
     Sets `cache_implementation` to "static" (another fixed-size cache that is set already is kept) and `compile_config` in
     `model.generation_config`, which every later call of `generate` uses; arguments of a call take precedence. CUDA graphs are
-    on unless the mode of an existing compile_config disables them; its other fields and options are kept. Weights are not
+    on unless the mode of an existing compile_config disables them; its other fields and options are kept. Values of weights are not
     changed, so call it before or after `quantize_`; a second call changes nothing, and nothing is compiled again.
 
     A static cache does not support assisted generation before transformers 5.24, nor a cache of the caller's
@@ -135,6 +138,13 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
     unnoticed in either case, as torch.compile does not look for them. Each frozen model has programs of its own, also after
     unpickling; a deep copy shares them, and must not be changed either. `torch.compiler.reset()` makes the next call see
     changes.
+
+    A frozen model's forward is replayed from one CUDA graph a token on a GPU (`ao_lab.compile.captured_forward`), recorded at the
+    second or third token of each cache and form of inputs; other calls (beams, assisted generation, several GPUs or processes)
+    run as before, and so do models of which the result says so: encoder-decoders, caches with sliding windows or states, a
+    compile_config without CUDA graphs. Unquantized 16-bit weights of queries, keys and values, and of a gate and what it gates, are
+    moved next to each other in memory, so that a step multiplies by them at once: a CUDA graph that someone else recorded of the
+    model has to be recorded again.
 
     kv_cache: a recipe for `ao_lab.use_kv_cache_`: "bfloat16" for our attention with an unquantized cache, "fp8", "int8", "int4"
     and others for a smaller one. None leaves the cache as it is.
@@ -163,9 +173,25 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
         from ao_lab.kv_cache.cache import use_kv_cache_
 
         stored = str(use_kv_cache_(model, kv_cache))
+    graphs = _graphs_of(model, compiled.options, frozen)
     config.cache_implementation = before if before in FIXED else CACHE
     config.compile_config, config.disable_compile = compiled, False
-    return GenerationSettings(config.cache_implementation, before, tuple(sorted(compiled.options)), stored)
+    return GenerationSettings(
+        config.cache_implementation, before, tuple(sorted(compiled.options)), stored, graphs
+    )
+
+
+def _graphs_of(model: Any, options: dict[str, Any], frozen: bool) -> str:
+    """Join a frozen model's weights, and let its steps be replayed; which CUDA graphs it has, in a sentence."""
+    from ao_lab.compile.captured_forward import captured_, release_
+    from ao_lab.kv_cache.attention import inner
+
+    model = inner(model)
+    if not frozen:
+        release_(model)
+        return ""
+    join_weights_(model)
+    return captured_(model, options)
 
 
 def _compile_config(before: Any, frozen: bool) -> Any:
@@ -211,20 +237,28 @@ class NamedPass(FuseLinears, str):
         return named_pass, (str(self),)
 
 
+class NamedJoin(NamedPass, JoinMatmuls):
+    """The same of a frozen model, whose unquantized weights are joined."""
+
+
 @cache
-def _named_class() -> type[NamedPass]:
+def _named_class(frozen: bool) -> type[NamedPass]:
     """NamedPass as a class of the compiler's."""
-    return type(FuseLinears.__name__, (NamedPass, inductor_class()), {})
+    return type(FuseLinears.__name__, (NamedJoin if frozen else NamedPass, inductor_class()), {})
 
 
 def named_pass(name: str) -> NamedPass:
     """The pass that was pickled under a name; of a frozen model under another: its number is of the process that gave it."""
-    return _named_class()(_another() if SEPARATE in name else NAME)
+    return _named_pass(_another() if SEPARATE in name else NAME)
+
+
+def _named_pass(name: str) -> NamedPass:
+    return _named_class(SEPARATE in name)(name)
 
 
 def _options(name: str) -> dict[str, Any]:
     """`compile_options`, with a pass that has a name."""
-    return {**compile_options(), PASS: _named_class()(name)}
+    return {**compile_options(), PASS: _named_pass(name)}
 
 
 __all__ = ["GenerationSettings", "WithoutModules", "WithoutParts", "guard_options", "prepare_for_generate_"]

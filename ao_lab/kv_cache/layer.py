@@ -172,6 +172,13 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.keys.store.tensors(), *self.values.store.tensors()]
 
+    def recorded(self) -> list[torch.Tensor]:
+        """What a step of one more token reads and writes at its address; nothing before there is a token."""
+        if not self.is_initialized or self.is_empty:
+            return []
+        static = [one.store.scale for one in (self.keys, self.values) if one.store.static]
+        return [*self._tensors(), *(one for one in static if one is not None), self.cumulative_length]
+
     def reset(self) -> None:
         """Forget all tokens; memory stays."""
         if self.is_initialized:

@@ -60,6 +60,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "models.quantize": ("quantize",),
     "models.checkpoints": ("checkpoints",),
     "models.experts_decoding": ("experts_decoding",),
+    "models.generate_captured": ("generate_captured",),
     "models.torchtitan": ("torchtitan",),
 }
 #: Seconds after the end of the time in which checks that have begun may end; what has not is killed, and not reached.
@@ -91,6 +92,7 @@ COSTS = {
     "training_operands": Cost(130, 4), "training_steps": Cost(150, 5), "grouped_training": Cost(190, 5, 8),
     "gptq": Cost(120, 4), "calibration_memory": Cost(200, 5, 20), "qat": Cost(56, 2), "quantize": Cost(65, 2, 20),
     "checkpoints": Cost(120, 4), "experts_decoding": Cost(100, 1, 66), "torchtitan": Cost(60),
+    "generate_captured": Cost(100, 3),
 }  # fmt: skip
 
 
