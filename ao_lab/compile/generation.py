@@ -120,8 +120,8 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
 
     Sets `cache_implementation` to "static" (another fixed-size cache that is set already is kept) and `compile_config` in
     `model.generation_config`, which every later call of `generate` uses; arguments of a call take precedence. CUDA graphs are
-    on unless the mode of an existing compile_config disables them; its other fields and options are kept. Values of weights are not
-    changed, so call it before or after `quantize_`; a second call changes nothing, and nothing is compiled again.
+    on unless the mode of an existing compile_config disables them; its other fields and options are kept. Values of weights are
+    not changed, so call it before or after `quantize_`; a second call changes nothing, and nothing is compiled again.
 
     A static cache does not support assisted generation before transformers 5.24, nor a cache of the caller's
     (`past_key_values`, or `cache`): `generate(cache_implementation=None)` does not use it for one call.
@@ -139,12 +139,12 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
     unpickling; a deep copy shares them, and must not be changed either. `torch.compiler.reset()` makes the next call see
     changes.
 
-    A frozen model's forward is replayed from one CUDA graph a token on a GPU (`ao_lab.compile.captured_forward`), recorded at the
-    second or third token of each cache and form of inputs; other calls (beams, assisted generation, several GPUs or processes)
-    run as before, and so do models of which the result says so: encoder-decoders, caches with sliding windows or states, a
-    compile_config without CUDA graphs. Unquantized 16-bit weights of queries, keys and values, and of a gate and what it gates, are
-    moved next to each other in memory, so that a step multiplies by them at once: a CUDA graph that someone else recorded of the
-    model has to be recorded again.
+    On a GPU a frozen model's forward is replayed from one CUDA graph a token (`ao_lab.compile.captured_forward`), recorded at
+    the second or third token of each cache and form of inputs. Other calls (beams, assisted generation, several GPUs or
+    processes) run as before, and so do models of which the result says so: encoder-decoders, caches with sliding windows or
+    states, a compile_config without CUDA graphs. Unquantized 16-bit weights of queries, keys and values, and of a gate and what
+    it gates, are moved next to each other in memory, so that a step multiplies by them at once: a CUDA graph that someone else
+    recorded of the model has to be recorded again.
 
     kv_cache: a recipe for `ao_lab.use_kv_cache_`: "bfloat16" for our attention with an unquantized cache, "fp8", "int8", "int4"
     and others for a smaller one. None leaves the cache as it is.
