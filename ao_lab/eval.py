@@ -265,34 +265,47 @@ def measured(
     base: nn.Module | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sums:
-    """The sums of a model, and of its distance from a base, over all windows."""
-    sums = Sums()
-    device = next(model.parameters()).device
+    """The sums of a model, and of its distance from a base, over all windows. The host waits for a GPU once, at the end."""
+    device, there = (None if one is None else next(one.parameters()).device for one in (model, base))
+    ids, same = windows.ids.to(device), None if base is None else windows.ids.to(there)
+    found = []
     with torch.inference_mode():
-        for index, row in enumerate(windows.ids):
-            progress(index, len(windows.ids))
-            ids = row[None].to(device)
-            wanted = ids[0, windows.first :]
-            logp = log_probabilities(model, ids, windows.first)
-            sums.losses.append(-float(logp.gather(1, wanted[:, None]).double().mean()))
+        for index in range(len(ids)):
+            progress(index, len(ids))
+            row, wanted = ids[index : index + 1], ids[index, windows.first :]
+            logp = log_probabilities(model, row, windows.first)
             first = logp.argmax(1)
-            sums.right += int((first == wanted).sum())
-            if base is not None:
-                other = log_probabilities(base, ids.to(next(base.parameters()).device), windows.first).to(
-                    device
-                )
-                _compare(sums, logp, first, other, wanted)
-    progress(len(windows.ids), len(windows.ids))
+            numbers = [_mean(logp, wanted), (first == wanted).sum()]
+            if base is not None and same is not None:
+                other = log_probabilities(base, same[index : index + 1], windows.first).to(device)
+                numbers += _compared(logp, first, other, wanted)
+            found.append(torch.stack([one.double() for one in numbers]))
+        sums = _summed(torch.stack(found).tolist(), windows.ids.shape[1] - windows.first)
+    progress(len(ids), len(ids))
     return sums
 
 
-def _compare(
-    sums: Sums, logp: torch.Tensor, first: torch.Tensor, base: torch.Tensor, wanted: torch.Tensor
-) -> None:
-    """Add one window's distance from the base."""
-    sums.base_losses.append(-float(base.gather(1, wanted[:, None]).double().mean()))
-    sums.agreed += int((first == base.argmax(1)).sum())
-    sums.kls.append(float(divergence(base, logp).sum()) / len(wanted))
+def _mean(logp: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean log probability of the tokens that follow, float64."""
+    return logp.gather(1, wanted[:, None]).double().mean()
+
+
+def _compared(
+    logp: torch.Tensor, first: torch.Tensor, base: torch.Tensor, wanted: torch.Tensor
+) -> list[torch.Tensor]:
+    """One window's distance from the base: its mean log probability, first choices that agree, the sum of KL divergences."""
+    return [_mean(base, wanted), (first == base.argmax(1)).sum(), divergence(base, logp).sum()]
+
+
+def _summed(found: list[list[float]], predicted: int) -> Sums:
+    """Of each window the numbers of the model, and of the base where there is one. predicted: tokens of a window."""
+    loss, right, *others = (list(column) for column in zip(*found, strict=True))
+    sums = Sums(losses=[-one for one in loss], right=int(sum(right)))
+    if others:
+        base, agreed, kl = others
+        sums.base_losses, sums.agreed = [-one for one in base], int(sum(agreed))
+        sums.kls = [one / predicted for one in kl]
+    return sums
 
 
 def divergence(base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ float32: `reference.linear_error_bound` has 2 K + 6 of them and sums take 19/16 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -217,25 +218,39 @@ def exponent_of(scheme: Scheme) -> int:
     return EXPONENTS[(str(element_with_factors(scheme)), int(str(scheme.scale.block)))]
 
 
+#: A rule of stored values: whether they break it, a boolean on their device, and what it says.
+ValueRule = tuple[torch.Tensor, str]
+
+
+def first_broken(rules: Iterable[ValueRule]) -> str | None:
+    """What the first rule says that values break, each looked at after those before it; None where all hold."""
+    return next((rule for broken, rule in rules if bool(broken)), None)
+
+
 def values_reason(q: Quantized) -> str | None:
     """Why the scales of a plain weight are no factors of its elements, exactly; None where they are."""
+    return first_broken(values_rules(q))
+
+
+def values_rules(q: Quantized) -> Iterator[ValueRule]:
+    """The rules of `values_reason`; nothing is waited for."""
     scheme = q.scheme
     if scheme.scale.storage == "float8_e4m3fn":
-        if bool(((q.scale & 0x7F) == 0x7F).any()):
-            return "none of its scales may be NaN"
-        outer = q.outer
-        large = outer is not None and bool(((outer.abs() >= OUTER) & outer.isfinite()).any())
-        return f"its outer scale must be below {OUTER:.0e}" if large else None
-    if bool((q.scale == NAN).any()):
-        return "none of its scales may be NaN"
+        yield ((q.scale & 0x7F) == 0x7F).any(), "none of its scales may be NaN"
+        if q.outer is not None:
+            large = ((q.outer.abs() >= OUTER) & q.outer.isfinite()).any()
+            yield large, f"its outer scale must be below {OUTER:.0e}"
+        return
+    yield (q.scale == NAN).any(), "none of its scales may be NaN"
     element = str(element_with_factors(scheme))
     block = int(str(scheme.scale.block)) * scheme.format.bits // 8
     codes = q.codes & (0x77 if scheme.format.bits == 4 else 0x7F)
     filled = (codes.unflatten(-1, (-1, block)) != 0).any(-1)
     least = _shift(q.scale, exponent_of(scheme)) + 1 - SMALLEST[element]
-    if bool((filled & (q.scale < least)).any()):
-        return "scales of blocks that are not all zero must leave their elements 2**-126 or more, of the largest scale's part"
-    return None
+    yield (
+        (filled & (q.scale < least)).any(),
+        "scales of blocks that are not all zero must leave their elements 2**-126 or more, of the largest scale's part",
+    )
 
 
 def _shift(scale: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -313,6 +328,7 @@ __all__ = [
     "exponent_of",
     "factors_of",
     "filled",
+    "first_broken",
     "form_of",
     "group_of",
     "parts_of",
@@ -321,4 +337,5 @@ __all__ = [
     "scales_of",
     "scales_with_parts",
     "values_reason",
+    "values_rules",
 ]

@@ -25,6 +25,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
 from ao_lab.tensor.chunked import quantized_weight
-from ao_lab.tensor.metadata import for_products
+from ao_lab.tensor.metadata import PRESHUFFLED, read_preshuffled
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse_codes import metadata_of, positive_zeros
@@ -417,25 +418,30 @@ def preshuffle(model: nn.Module) -> bool:
     One after the other, in every place that has it. Tables that are looked up in stay, tied ones
     too, as do weights of layers that train.
     """
-    changed = False
+    places = _products(model)
+    # Weights are asked about together, so that the host waits for a GPU once, and are held one at a time.
+    wanted = read_preshuffled([each[0][0]._parameters[each[0][1]] for each in places])
+    for each in compress(places, wanted):
+        weight: Any = each[0][0]._parameters[each[0][1]]
+        parameter = nn.Parameter(weight.rearranged(PRESHUFFLED), requires_grad=False)
+        for module, name in each:
+            module._parameters[name] = parameter
+    return any(wanted)
+
+
+def _products(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each quantized weight that modules multiply by and none looks up in or trains."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
             if type(parameter) is QuantizedTensor:
                 places.setdefault(id(parameter), []).append((module, name))
-    for each in places.values():
-        modules = [module for module, _ in each]
-        if any(isinstance(module, TABLES) or is_in_training(module) for module in modules):
-            continue
-        weight: Any = each[0][0]._parameters[each[0][1]]
-        shuffled = for_products(weight)
-        if shuffled is not weight:
-            parameter = nn.Parameter(shuffled, requires_grad=False)
-            for module, name in each:
-                module._parameters[name] = parameter
-            changed = True
-    return changed
+    return [
+        each
+        for each in places.values()
+        if not any(isinstance(module, TABLES) or is_in_training(module) for module, _ in each)
+    ]
 
 
 class StreamedWeights:

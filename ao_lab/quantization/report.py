@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -261,10 +261,10 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     """The report of a model, with these reasons by names of parameters."""
     pruned: dict[str, str] = getattr(model, SPARSITY, {})
     results: dict[str, LayerResult] = getattr(model, CALIBRATION, {})
-    layers = []
+    layers, known = [], Known()
     for slot in quantizable_parameters(model):
         shape, parameter = tuple(slot.parameter.shape), held(slot.parameter)
-        layer = replace(described_layer(slot._replace(parameter=parameter), reasons), shape=shape)
+        layer = replace(described_layer(slot._replace(parameter=parameter), reasons, known), shape=shape)
         storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
         layers.append(
             replace(
@@ -326,8 +326,34 @@ def stores_zero(scheme: Scheme) -> bool:
     return bool(decode(encode(np.zeros(1, np.float32), scheme.element), scheme.element)[0] == 0)
 
 
-def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
-    """One line of a report."""
+class Multiplied(NamedTuple):
+    """What computes with a quantized weight: see `Layer`."""
+
+    kernel: str
+    tuned: tuple[Choice, ...]
+    families: tuple[Range, ...]
+    failures: Mapping[str, str]
+
+
+class Known(dict[Any, Multiplied]):
+    """What was found while one report is made: blocks have weights of the same few forms, of which what computes depends. The
+    next report asks again, since kernels load and tuning chooses in between."""
+
+    def of(self, module: nn.Module, weight: QuantizedTensor) -> Multiplied:
+        """What computes with a weight of a module."""
+        sizes = tuple(
+            part if part is None else (part.dtype, part.device, part.shape, part.stride())
+            for part in weight.parts.values()
+        )
+        form = isinstance(module, TABLES), type(weight), weight.meta, tuple(weight.shape), sizes
+        if form not in self:
+            choices, families = inference_choices(weight), families_of(module, weight)
+            self[form] = Multiplied(kernel_of(module, weight), choices, *families)
+        return self[form]
+
+
+def described_layer(slot: Slot, reasons: dict[str, str], known: Known) -> Layer:
+    """One line of a report. known: what lines before it have found."""
     full, (_, module, name, parameter) = slot.full, slot
     computed = (
         unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
@@ -346,11 +372,14 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
             full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared, recipe=recipe
         )
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
-    kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
-    scheme, (by_rows, failures) = str(parameter.recipe), families_of(module, parameter)
+    what, faster, named = (
+        known.of(module, parameter),
+        named_slow(parameter.recipe),
+        named_fast(parameter.recipe),
+    )
     return Layer(
-        full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows, failures=failures,
-        faster=named_slow(parameter.recipe), named=named_fast(parameter.recipe),
+        full, kind, shape, str(parameter.recipe), what.kernel, size, reason, what.tuned, prepared=prepared,
+        families=what.families, failures=what.failures, faster=faster, named=named,
     )  # fmt: skip
 
 

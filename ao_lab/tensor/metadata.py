@@ -9,7 +9,7 @@ codes by the weight's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, recipe_of
 from ao_lab.gemm.codes import BLOCK
 from fast.dispatch import PLAIN, has_kernels, is_traced, is_transformed
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason
-from fast.matmul.preshuffled.linear import INPUTS, preshuffled, restored
+from fast.matmul.preshuffled.layout import unsupported_reasons as stored_reasons
+from fast.matmul.preshuffled.linear import INPUTS, rearranged, restored
 from fast.matmul.weights import MULTIPLIED, one_scale
 from reference import Quantized, Scheme
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
@@ -34,7 +35,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts lie: a change of the canonical `Quantized` and its inverse."""
+    """Where the parts lie: a change of the canonical `Quantized`, of one that can be changed so, and its inverse."""
 
     forward: Callable[[Quantized], Quantized]
     inverse: Callable[[Quantized], Quantized]
@@ -53,7 +54,7 @@ SPARSE = "2:4"
 LAYOUTS = {
     "plain": Layout(_same, _same),
     "tiled": Layout(with_tiled_scales, with_plain_scales),
-    PRESHUFFLED: Layout(preshuffled, restored),
+    PRESHUFFLED: Layout(rearranged, restored),
 }
 
 
@@ -193,13 +194,26 @@ def for_products(t: Weight) -> Weight:
     Itself too: what trains, has another dtype than 16-bit inputs, shows one axis, has no memory of its own, or is traced,
     transformed or captured. On a GPU where zero points or NaN decide, the host waits for these values.
     """
+    return t.rearranged(PRESHUFFLED) if read_preshuffled([t])[0] else t
+
+
+def read_preshuffled(weights: Sequence[Weight]) -> list[bool]:
+    """Of each weight whether `for_products` makes it another one; where values decide the host waits once for all weights."""
+    asked = [place for place, t in enumerate(weights) if _may_be_preshuffled(t)]
+    reasons = stored_reasons(weights[place].quantized for place in asked)
+    taken = {place for place, reason in zip(asked, reasons, strict=True) if reason is None}
+    return [place in taken for place in range(len(weights))]
+
+
+def _may_be_preshuffled(t: Weight) -> bool:
+    """Whether the stored values decide: nothing else of a weight keeps it as it is."""
     if t.meta.layout != "plain" or t.meta.flat is not None or t.requires_grad or t.dtype not in INPUTS:
-        return t
+        return False
     if type(t.codes) not in PLAIN or is_traced(t.codes) or is_transformed() or not has_kernels(t.codes):
-        return t
-    if (t.is_cuda and torch.cuda.is_current_stream_capturing()) or unsupported_reason(t) is not None:
-        return t
-    return t.to_layout(PRESHUFFLED)
+        return False
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return recipe_reason(t.recipe) is None and _inputs_reason(t) is None
 
 
 def moved_to_gpu(before: Weight, after: Weight) -> Weight:
@@ -229,6 +243,7 @@ __all__ = [
     "for_products",
     "meta_from",
     "moved_to_gpu",
+    "read_preshuffled",
     "recipe_reason",
     "stays",
     "stored_shape",

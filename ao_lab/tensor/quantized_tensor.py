@@ -231,6 +231,10 @@ class QuantizedTensor(torch.Tensor):
             return self.remade(self.parts)
         if name == PRESHUFFLED and (reason := unsupported_reason(self)) is not None:
             raise ValueError(f"{self!r} is not {name}: {reason}; keep layout 'plain'")
+        return self.rearranged(name)
+
+    def rearranged(self, name: str) -> QuantizedTensor:
+        """`to_layout` of another layout that is known to be there for it: its values are not looked at."""
         q = LAYOUTS[name].forward(self.quantized)
         parts = {part: getattr(q, part) for part in ("codes", "scale", "zero")}
         return self.remade({**self.parts, **parts}, layout=name)

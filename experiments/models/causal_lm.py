@@ -209,15 +209,24 @@ class Uncached(nn.Module):
 
 class Remembered(nn.Module):
     """A module that returns logits: those of the same ids are computed once, as long as they take no more than `limit` bytes
-    together."""
+    together. Ids that lie where those did whose logits are known are not looked at, for which the host would wait."""
 
     def __init__(self, model: nn.Module, limit: int) -> None:
         super().__init__()
         self.model, self.left = model, limit
-        self.known: dict[bytes, Tensor] = {}
+        self.known: dict[object, Tensor] = {}
+        #: Ids whose logits are known: as long as they are held, no others lie where they do.
+        self.held: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (batch, time, vocabulary)."""
+        place = (
+            None
+            if ids.is_inference()
+            else (ids.device, ids.data_ptr(), ids.shape, ids.stride(), ids._version)
+        )
+        if place in self.known:
+            return self.known[place]
         key = ids.cpu().numpy().tobytes()
         if key in self.known:
             return self.known[key]
@@ -225,6 +234,9 @@ class Remembered(nn.Module):
         if logits.nbytes <= self.left:
             self.left -= logits.nbytes
             self.known[key] = logits
+            if place is not None:
+                self.known[place] = logits
+                self.held.append(ids)
         return logits
 
 
@@ -249,7 +261,8 @@ class Bench:
         base = load(model, device)
         for one in windows:
             check_vocabulary(base, one.ids, model.folder)
-        return cls(model, base, Remembered(Uncached(base), HELD[device]), tuple(windows))
+        there = tuple(replace(one, ids=one.ids.to(device)) for one in windows)
+        return cls(model, base, Remembered(Uncached(base), HELD[device]), there)
 
     def copy(self) -> nn.Module:
         """A copy of the model that may be changed."""
@@ -345,10 +358,10 @@ def missing_metric(metric: str) -> str:
     return metric
 
 
-def in_files(weight: QuantizedTensor) -> Stored:
+def in_files(weight: QuantizedTensor, parts: Stored) -> Stored:
     """Bytes of a weight in the files that `ao-lab quantize` writes: scales that were rounded to the weight's dtype are in it
-    there, in compressed-tensors' layout, and float32 in memory."""
-    scale, parts = weight.scheme.scale, stored(weight.quantized)
+    there, in compressed-tensors' layout, and float32 in memory. parts: the bytes of what is stored."""
+    scale = weight.scheme.scale
     if scale.compute != "input" or scale.storage != "float32" or export_of(weight.recipe) is None:
         return parts
     return replace(parts, scales=parts.scales * weight.dtype.itemsize // torch.float32.itemsize)
@@ -365,8 +378,10 @@ def sizes(model: nn.Module) -> Values:
     factors = {id(layer.get_parameter(name)) for layer in residual_layers(model).values() for name in FACTORS}
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedTensor):
-            quantized += in_files(parameter)
-            held += stored(parameter.quantized).total - in_files(parameter).total
+            parts = stored(parameter.quantized)
+            written = in_files(parameter, parts)
+            quantized += written
+            held += parts.total - written.total
             count += parameter.numel()
         elif id(parameter) in factors:
             quantized += stored_plain(parameter)

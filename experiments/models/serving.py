@@ -28,6 +28,8 @@ ROUNDS = 3
 #: Metrics beside "tokens/s" of a model that was timed in turn with the dense one.
 DENSE, SPEEDUP = "tokens/s of the dense model in turn", "speedup of generate()"
 LEAST, LARGEST = f"{SPEEDUP}, lowest", f"{SPEEDUP}, highest"
+#: New tokens of each timed call.
+TOKENS = "new tokens of generate()"
 #: With how many threads of a CPU speeds were timed.
 THREADS = "threads"
 #: The most that tensors of generate() took beside the weights, and that with the weights as they are in memory.
@@ -61,9 +63,11 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     tells it.
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
-    fewer or more. base: the dense model (it may be the same), timed in turn with this one. A call of few tokens warms each up,
-    one is measured for its memory, and ROUNDS of each are timed: medians, and of the rounds' ratios also the ends. Both are
-    timed with the same threads of a CPU, those that the dense model is computed by sensibly (`timed_threads`).
+    fewer or more, which a row tells, since what a call does beside its tokens weighs more among fewer. base: the dense model
+    (it may be the same), timed in turn with this one. A call of few tokens warms each up, and ROUNDS of each are timed:
+    medians, and of the rounds' ratios also the ends. Both are timed with the same threads of a CPU, those that the dense model
+    is computed by sensibly (`timed_threads`). Memory is that of a call of its own on a CPU, whose profiler would slow a timed
+    one, and of the last timed call on a GPU, where counting takes no time.
     """
     device = next(model.parameters()).device
     ids = prompt[:, :SHORT].to(device)
@@ -73,12 +77,32 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
             by_transformers(one, ids, min(new, WARM))
         threads = timed_threads(device, lambda: by_transformers(base, ids, min(new, WARM)))
         with with_threads(threads):
-            over = most_allocated(device, lambda: by_transformers(model, ids, new))
-            rounds = [[by_transformers(one, ids, new)[0] for one in both] for _ in range(ROUNDS)]
-    found = {**in_turn(rounds, new), **recorded_threads(threads)}
+            rounds, over = timed_rounds(both, ids, new)
+    found: Values = {**in_turn(rounds, new), TOKENS: (new, ""), **recorded_threads(threads)}
     if over is None:
         return found
     return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}
+
+
+def timed_rounds(models: Sequence[nn.Module], ids: Tensor, new: int) -> tuple[list[list[float]], int | None]:
+    """Seconds of each model in each of ROUNDS, and `most_allocated` of the last model."""
+    rounds: list[list[float]] = []
+    counts_beside = ids.device.type == "cuda"
+    over = (
+        None if counts_beside else most_allocated(ids.device, lambda: by_transformers(models[-1], ids, new))
+    )
+    for _ in range(ROUNDS):
+        seconds = [by_transformers(one, ids, new)[0] for one in models[:-1]]
+
+        def last(seconds: list[float] = seconds) -> None:
+            seconds.append(by_transformers(models[-1], ids, new)[0])
+
+        if counts_beside:
+            over = most_allocated(ids.device, last)
+        else:
+            last()
+        rounds.append(seconds)
+    return rounds, over
 
 
 def recorded_threads(threads: int | None) -> Values:

@@ -50,8 +50,8 @@ SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil
 DENSE_LAYERS = "layers left dense"
 #: Of programming problems every so many-th is asked, by scale.
 EVERY = {"quick": 20, "full": 1}
-#: New tokens of `generate()`, by scale.
-NEW_TOKENS = {"quick": 8, "full": 32}
+#: New tokens of `generate()`, by scale; rows tell them.
+NEW_TOKENS = {"quick": 8, "full": 16}
 #: Models of a task that packages carry, the smallest first, as parts of a run.
 PARTS: dict[str, tuple[str, ...]] = {
     part: tuple(one.name for one in sorted(RECORDS, key=lambda one: one.parameters) if one.task == task)

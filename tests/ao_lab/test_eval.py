@@ -63,6 +63,15 @@ def test_only_what_windows_need_is_encoded():
     assert len(windows_of("abc" * 4, lambda given: encode(given, 1), 8, 10).ids) == 1
 
 
+def test_a_gpu_is_waited_for_once(monkeypatch):
+    w, waits = windows(), []
+    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__float__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, read=read, name=name: waits.append(name) or read(x))
+    measured(Model(0), w, Model(1))
+    assert waits == ["tolist"]
+
+
 def test_numbers_are_those_of_their_definitions():
     model, base, w = Model(0), Model(1), windows()
     got = results_of(measured(model, w, base), w, ALL)

@@ -35,7 +35,7 @@ from ao_lab.checkpoint.records import (
     dense_names,
     read_records,
 )
-from ao_lab.quantization.report import Report, described_layer
+from ao_lab.quantization.report import Known, Report, described_layer
 from ao_lab.tensor.metadata import stored_shape
 from ao_lab.transforms.layers import quantizable_parameters
 from ao_lab.transforms.report import ATTRIBUTE, LOADED
@@ -125,7 +125,8 @@ def tell(model: nn.Module, records: Records, folder: Folder) -> None:
     for name, weight in records.weights.items():
         source = f"{weight.method} ({weight.format})" if weight.format else weight.method
         reasons[name] = f"{LOADED}{source} stored it"
-    found = [described_layer(slot, reasons) for slot in quantizable_parameters(model)]
+    known = Known()
+    found = [described_layer(slot, reasons, known) for slot in quantizable_parameters(model)]
     object.__setattr__(model, ATTRIBUTE, Report(tuple(found)))
     for reason in dict.fromkeys(records.left_out.values()):
         names = [name for name, why in records.left_out.items() if why == reason]

@@ -21,7 +21,7 @@ GPU; words and rows here are the same bits, and also what a tracer records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +33,17 @@ from fast.scale_factors import (
     ELEMENTS,
     FILLED,
     LEAST,
+    ValueRule,
     element_with_factors,
     element_with_levels,
     factors_of,
     filled,
+    first_broken,
     group_of,
     parts_of,
     scales_of,
     scales_with_parts,
-    values_reason,
+    values_rules,
 )
 from reference import Quantized, Scheme
 
@@ -108,7 +110,30 @@ def _levels_reason(scheme: Scheme, shape: tuple[int, ...]) -> str | None:
 
 
 def unsupported_reason(q: Quantized) -> str | None:
-    """Why a stored weight is not preshuffled: `scheme_reason`, or a value from which its parts would not come back."""
+    """Why a stored weight is not preshuffled: `stored_reason`, or a value from which its parts would not come back."""
+    return stored_reason(q) or first_broken(_rules(q))
+
+
+def unsupported_reasons(weights: Iterable[Quantized]) -> list[str | None]:
+    """`unsupported_reason` of each: the host waits for all of their values once, in place of once a rule of each."""
+    stored = [(stored_reason(q), q) for q in weights]
+    rules = [[] if reason is not None else [*_rules(q)] for reason, q in stored]
+    broken = iter(_known([flag for each in rules for flag, _ in each]))
+    found = [[rule for _, rule in each if next(broken)] for each in rules]
+    return [next(iter(each), reason) for (reason, _), each in zip(stored, found, strict=True)]
+
+
+def _known(flags: list[torch.Tensor]) -> list[bool]:
+    """Booleans on any devices, each device waited for once."""
+    known: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        here = [place for place, flag in enumerate(flags) if flag.device == device]
+        known.update(zip(here, torch.stack([flags[place] for place in here]).tolist(), strict=True))
+    return [known[place] for place in range(len(flags))]
+
+
+def stored_reason(q: Quantized) -> str | None:
+    """Why a stored weight is not preshuffled, whatever its values: `scheme_reason`, or how its parts lie."""
     reason = scheme_reason(q.scheme, tuple(q.shape), q.axis)
     if reason is not None:
         return reason
@@ -116,20 +141,30 @@ def unsupported_reason(q: Quantized) -> str | None:
         return "its scales must be plain, and its codes packed where they have 4 bits"
     if q.scheme.element == "nf4":
         return "its scales are not known while a program is traced" if is_traced(q.codes) else None
+    if _values_decide(q) and is_traced(q.codes):
+        return "whether its values can be is not known while a program is traced"
+    return None
+
+
+def _values_decide(q: Quantized) -> bool:
+    """Whether there are `_rules`."""
     element, half = q.scheme.element, q.scheme.scale.storage == "float16"
     narrow = element == "int4" and q.zero is not None
-    factors = element_with_factors(q.scheme) is not None
-    if not (narrow or half or factors or element == "float8_e4m3fn"):
-        return None
-    if is_traced(q.codes):
-        return "whether its values can be is not known while a program is traced"
-    if narrow and not LOWEST <= int(q.zero.min()) <= int(q.zero.max()) <= HIGHEST:
-        return f"zero points of 4-bit codes must be {LOWEST} to {HIGHEST}"
-    if element == "float8_e4m3fn" and bool(((q.codes & 0x7F) == 0x7F).any()):
-        return "none of its codes may be NaN"
-    if factors:
-        return values_reason(q)
-    return "none of its scales may be NaN" if half and bool(_wide(q).isnan().any()) else None
+    return narrow or half or element == "float8_e4m3fn" or element_with_factors(q.scheme) is not None
+
+
+def _rules(q: Quantized) -> Iterator[ValueRule]:
+    """Of the values of a weight that `stored_reason` takes; nothing is waited for."""
+    element = q.scheme.element
+    if element == "int4" and q.zero is not None:
+        outside = ((q.zero < LOWEST) | (q.zero > HIGHEST)).any()
+        yield outside, f"zero points of 4-bit codes must be {LOWEST} to {HIGHEST}"
+    if element == "float8_e4m3fn":
+        yield ((q.codes & 0x7F) == 0x7F).any(), "none of its codes may be NaN"
+    if element_with_factors(q.scheme) is not None:
+        yield from values_rules(q)
+    elif q.scheme.scale.storage == "float16":
+        yield _wide(q).isnan().any(), "none of its scales may be NaN"
 
 
 def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
@@ -140,6 +175,11 @@ def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
     reason = unsupported_reason(q)
     if reason is not None:
         raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
+    return rearranged(q, words)
+
+
+def rearranged(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
+    """`preshuffled` of a weight of which it is known that it can be: its values are not looked at again."""
     codes = arranged(rows_in_all(q.codes), ELEMENTS[q.scheme.element]) if words is None else words
     codes = codes.reshape(*q.shape[:-2], -1, *codes.shape[1:])
     rows, columns = filled(q.shape[-2]), filled(q.shape[-1])
@@ -335,11 +375,14 @@ __all__ = [
     "filled",
     "filled_codes",
     "preshuffled",
+    "rearranged",
     "restored",
     "rows_in_all",
     "rows_of",
     "rows_restored",
     "scheme_reason",
     "shape_in_all",
+    "stored_reason",
     "unsupported_reason",
+    "unsupported_reasons",
 ]

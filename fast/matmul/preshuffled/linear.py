@@ -59,9 +59,14 @@ def preshuffled(q: Quantized) -> Quantized:
     """A stored weight in the layout, see `layout.preshuffled`: its codes by a kernel on a GPU."""
     if layout.unsupported_reason(q) is not None:
         return layout.preshuffled(q)
+    return rearranged(q)
+
+
+def rearranged(q: Quantized) -> Quantized:
+    """`preshuffled` of a weight of which it is known that it can be: its values are not looked at again."""
     codes = layout.rows_in_all(q.codes)
     words: torch.Tensor = run(WORDS, None, (ELEMENTS[q.scheme.element],), (codes,))
-    return layout.preshuffled(q, words)
+    return layout.rearranged(q, words)
 
 
 def linear_small_op(*arguments: Any) -> torch.Tensor:
@@ -261,6 +266,7 @@ __all__ = [
     "WORDS",
     "linear_small",
     "preshuffled",
+    "rearranged",
     "restored",
     "rows_as_stored",
     "values_of",

@@ -11,6 +11,7 @@ from ao_lab import SparsityConfig, explain, quantize_, sparsify_
 from ao_lab.gemm import choices, codes, dense, select, sparse
 from ao_lab.gemm.choices import Candidate, Choice
 from ao_lab.gemm.dense import is_host
+from ao_lab.quantization import report
 from ao_lab.tuning import candidates
 from fast.gemm import families as records
 from fast.gemm.choose import codes_of_layer
@@ -87,6 +88,20 @@ def families(net):
 )  # fmt: skip
 def test_ranges(gpu, config, layout, told):
     assert families(layer(config, layout)) == told
+
+
+def test_weights_of_one_form_are_asked_about_once(gpu, monkeypatch):
+    """In a report; the next one asks again, as kernels load in between."""
+    config, asked, find = ao_lab.Int4WeightOnlyConfig(), [], report.families_by_rows
+    nets = [layer(config, "preshuffled", shape) for shape in ((256, 384), (256, 384), (384, 256))]
+    nets += [layer(config, "", (256, 384)), layer(ao_lab.Int8WeightOnlyConfig(), "preshuffled", (256, 384))]
+    monkeypatch.setattr(report, "families_by_rows", lambda *a: asked.append(a) or find(*a))
+    alone = [families(net) for net in nets]
+    assert len(asked) == 5
+    told = explain(nn.Sequential(*(net[0] for net in nets))).changed
+    assert [", ".join(map(str, one.families)) for one in told] == alone
+    assert len(asked) == 5 + 4
+    assert len(set(alone)) > 2
 
 
 @pytest.fixture

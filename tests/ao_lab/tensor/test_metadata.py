@@ -353,6 +353,23 @@ def test_what_is_left_alone(gpu):
     assert rule.for_products(plain).meta.layout == LAYOUT
 
 
+def test_values_of_many_weights_are_waited_for_once(gpu, monkeypatch):
+    """Each is asked about as alone: by its scheme, and by zero points and NaN of those whose values decide."""
+    names = ("fp8_tensorwise", "fp8_rowwise", "int4_g32_asymmetric", "mxfp4", "nvfp4", "int8_rowwise", "nf4")
+    weights = [quantized(dense(seed), name) for seed, name in enumerate(names)]
+    weights += [quantized(dense(7), name) for name in ("fp8_tensorwise", "int4_g32_asymmetric", "nvfp4")]
+    weights[-3].codes[5, 7], weights[-2].zero[3, 1], weights[-1].scale[0, 0] = 0x7F, 9, 0x7F
+    wanted = [rule.for_products(one) is not one for one in weights]
+    assert wanted == [True] * 7 + [False] * 3
+    waits = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, read=read, name=name: waits.append(name) or read(x))
+    assert rule.read_preshuffled(weights) == wanted
+    assert waits == ["tolist"]
+    assert rule.read_preshuffled([]) == []
+
+
 def test_moves(gpu, monkeypatch):
     """From the host alone, and not where processes share a model."""
     plain = pair("int8_rowwise")[0]

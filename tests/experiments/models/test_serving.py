@@ -74,6 +74,7 @@ def test_memory_of_generating_is_what_tensors_take_beside_the_weights(tmp_path):
     weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     assert found[serving.PEAK][0] == weights + found[serving.OVER][0]
     assert found[serving.OVER] == again[serving.OVER]
+    assert found[serving.TOKENS] == (6, "")
     assert not any(one.requires_grad for one in model.parameters()), "frozen as it was before"
     assert 1000 < found[serving.OVER][0] < weights
 
@@ -84,3 +85,28 @@ def test_speeds_are_medians_of_rounds_in_turn_with_the_dense_model():
     assert found[serving.DENSE] == (pytest.approx(8 / 6), "1/s")
     assert [found[one][0] for one in (serving.SPEEDUP, serving.LEAST, serving.LARGEST)] == [4.0, 2.0, 6.0]
     assert list(serving.in_turn([[2.0]], 8)) == ["tokens/s"]
+
+
+def test_memory_of_a_gpu_is_counted_beside_a_timed_call(monkeypatch):
+    """In no call of its own, and no other model's."""
+    calls, counted = [], []
+    monkeypatch.setattr(
+        serving, "by_transformers", lambda model, ids, new: (calls.append(model) or len(calls), ids)
+    )
+
+    def most(device, work):
+        work()
+        counted.append(calls[-1])
+        return 7
+
+    monkeypatch.setattr(serving, "most_allocated", most)
+
+    class Ids:
+        device = torch.device("cuda")
+
+    rounds, over = serving.timed_rounds(["base", "own"], Ids(), 6)
+    assert rounds == [[1, 2], [3, 4], [5, 6]]
+    assert (over, counted) == (7, ["own"] * 3)
+    calls.clear()
+    Ids.device = torch.device("cpu")
+    assert serving.timed_rounds(["base", "own"], Ids(), 6)[0] == [[2, 3], [4, 5], [6, 7]]

@@ -295,6 +295,23 @@ def test_predictions_are_remembered_up_to_a_limit():
     assert model.calls == 1 + 3
 
 
+def test_ids_that_lie_where_known_ones_do_are_not_waited_for(monkeypatch):
+    class Logits(torch.nn.Module):
+        def forward(self, ids, use_cache):
+            return type("Result", (), {"logits": torch.nn.functional.one_hot(ids, 16).float()})
+
+    remembered, text, waits = Remembered(Uncached(Logits()), limit=2**20), torch.arange(8).reshape(2, 4), []
+    read = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: waits.append(x) or read(x))
+    with torch.inference_mode():
+        for _ in range(3):
+            for row in text:
+                assert torch.equal(remembered(row[None]).argmax(-1)[0], row)
+        assert len(waits) == 2
+        text[1] += 4
+        assert torch.equal(remembered(text[1][None]).argmax(-1)[0], text[1]), "another text in its place"
+
+
 def test_a_head_tied_to_the_embedding_is_no_layer(folder):
     model = causal_lm.load(of_folder(folder), "cpu")
     assert "lm_head" not in linears(model)
