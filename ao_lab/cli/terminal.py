@@ -390,10 +390,10 @@ class Work:
         """As a line says it; began: when the command did, so that one clock runs through all of its works."""
         count = "" if self.total is None else f" {self.done} of {self.total}"
         now = time.monotonic()
-        parts = [f"{self.name}{count}", self.word, f"{now - began:.0f} s", self._left(now)]
+        parts = [f"{self.name}{count}", self.word, f"{now - began:.0f} s", self.left(now)]
         return ", ".join(part for part in parts if part)
 
-    def _left(self, now: float) -> str:
+    def left(self, now: float) -> str:
         """About how long the rest takes, at the pace from the first count to the last; "" where there is none to judge by, and
         where the last step takes longer than that. While a step does, what is left stays as it is."""
         if self.total is None or self.first is None or not self.first[0] < self.done < self.total:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from experiments.calibration.peers.records import PEERS
 from experiments.calibration.run import (
     DRAWS_PART,
     EXPERIMENT,
@@ -26,6 +27,7 @@ from experiments.calibration.run import (
     not_there,
     quantized,
     share,
+    unfinished,
 )
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
@@ -104,6 +106,7 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
 
 def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables."""
+    kept = None if arm in PEERS else unfinished(here, case, methods_of(arm))
 
     def work(found: dict[str, Values]) -> Values:
         if case.setting not in here.judged and arm != ROUNDING:
@@ -117,7 +120,10 @@ def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
             found[data] = {**values_of(mine, here.encoder.dense[data]), **shares, **status("ok")}
         return values
 
-    return by_data(work)
+    found = by_data(work)
+    if kept is not None:
+        kept.measured(f"{arm}, {case.setting}", found, here.settings.seconds)
+    return found
 
 
 def recovered(ours: Judged, rounding: Judged) -> Values:

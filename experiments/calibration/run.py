@@ -37,6 +37,7 @@ from ao_lab.quantization.api import quantize_
 from experiments.calibration import choice, shapes
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
+from experiments.calibration.unfinished import Unfinished
 from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
@@ -350,11 +351,12 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
 
 def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables: each text, and the model."""
+    chosen = () if arm in PEERS else methods_of(arm, here.settings.seed)
+    kept = unfinished(here, case, chosen)
 
     def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
             round_first(here, case)
-        chosen = () if arm in PEERS else methods_of(arm, here.settings.seed)
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
             here.watch.at(windows.text.name)
@@ -366,7 +368,17 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
             found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
         return {**values, **harness_values(here.settings, here.bench.model, model)}
 
-    return by_data(work)
+    found = by_data(work)
+    if kept is not None:
+        kept.measured(f"{arm}, {case.setting}", found, here.settings.seconds)
+    return found
+
+
+def unfinished(here: Run, case: Case, chosen: tuple[Any, ...]) -> Unfinished | None:
+    """Where a method that reads data keeps the blocks that it has finished; None where it keeps none."""
+    if case.budget is not None or not any(one.calibrates for one in chosen):
+        return None
+    return Unfinished.of(here.settings, here.bench.model, case, chosen)
 
 
 def not_there(settings: Settings, arm: str) -> str | None:
@@ -412,7 +424,9 @@ def methods_of(arm: str, seed: int = 0) -> tuple[Any, ...]:
 def round_first(here: Run, case: Case) -> None:
     """What rounding does in a scheme, where this process has not measured it."""
     missing = [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
-    if missing:
+    if not missing:
+        return
+    with here.watch.first("rounding"):
         _, model = quantized(here, case, ())
         for windows in missing:
             with torch.no_grad():
@@ -420,7 +434,8 @@ def round_first(here: Run, case: Case) -> None:
 
 
 def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:
-    """A quantized copy, its size, and the seconds and memory that quantizing took; Undivided where a layer stays dense."""
+    """A quantized copy, its size, and the seconds and memory that quantizing took, but of one that went on with the blocks of
+    an earlier run; Undivided where a layer stays dense."""
     model, device = here.bench.copy(), torch.device(here.settings.device)
     layers = linears(model)
     config, filter_fn, told = config_of(here, case, layers)
@@ -429,12 +444,17 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     peak.begin()
     started = time.perf_counter()
     more = {"methods": chosen, **data} if chosen else {}
+    if (kept := unfinished(here, case, chosen)) is not None:
+        kept.folder.parent.mkdir(parents=True, exist_ok=True)
+        more["resume"] = kept.folder
     quantize_(model, config, filter_fn=filter_fn, progress=here.watch.progress, **more)
     synchronize(device)
-    values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
-    # What is resident on a CPU is the whole process's.
-    if device.type == "cuda" and (over := peak.over()) is not None:
-        values["memory over the model"] = (over, "byte")
+    values = sizes(model)
+    if kept is None or not kept.before:
+        values["time to quantize"] = (time.perf_counter() - started, "s")
+        # What is resident on a CPU is the whole process's.
+        if device.type == "cuda" and (over := peak.over()) is not None:
+            values["memory over the model"] = (over, "byte")
     check_whole(case.weights, layers)
     tokens = sum(batch.numel() for batch in here.batches) if data else 0
     return {**values, "tokens seen": (tokens, ""), **layer_values(model), **told}, model

@@ -106,8 +106,9 @@ def reproduce(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="With ptq --model: text file to evaluate on, as ao-lab compare --text. With qat or fp8_training --model: one "
-            "to fine-tune on; its last tenth is held out. Default: prose books, or sympy."
+            help="With ptq --model: text file to evaluate on, as ao-lab compare --text. With calibration --model: one to "
+            "calibrate on, and evaluate on its last tenth; with qat or fp8_training to fine-tune on. Default: prose books, or "
+            "the source of sympy."
         ),
     ] = None,
     reports: Annotated[
@@ -148,7 +149,7 @@ def reproduce(
         text,
         peer_python or [],
         execute,
-        tables == ["ptq"],
+        tables or [],
     )
     if not run_experiments(
         tables or [],

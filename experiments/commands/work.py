@@ -140,10 +140,10 @@ def real_models(
     text: Path | None = None,
     peers: Sequence[str] = (),
     execute: bool = False,
-    whole: bool = False,
+    names: Sequence[str] = (),
 ) -> Any:
-    """What was asked for of real models; None where nothing was. WrongInput for options without a model. whole: all of the text
-    is evaluated on."""
+    """What was asked for of real models; None where nothing was. WrongInput for options without a model. names: of the
+    experiments; ptq evaluates on all of the text, ptq and calibration on no other."""
     from experiments.data.texts import OwnText
     from experiments.runs.run import RealModels
 
@@ -155,9 +155,11 @@ def real_models(
             )
         return None
     try:
-        own = None if text is None else OwnText.of(text, whole)
-        names = ("models", "tasks", "windows", "length", "accept", "peers")
-        return RealModels(**dict(zip(names, given, strict=True)), own_text=own, execute=execute)
+        own = None
+        if text is not None:
+            own = OwnText.of(text, list(names) == ["ptq"], list(names) == ["calibration"])
+        fields = ("models", "tasks", "windows", "length", "accept", "peers")
+        return RealModels(**dict(zip(fields, given, strict=True)), own_text=own, execute=execute)
     except ValueError as error:
         raise WrongInput(str(error)) from error
 

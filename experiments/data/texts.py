@@ -95,23 +95,28 @@ def evaluation_texts(prose: SplitCorpus | None) -> tuple[EvaluationText, ...]:
     return wikitext, books
 
 
+#: Letters of a token, at most: four of English, seldom eight.
+LETTERS = 8
 #: The part of one's own text that is held out, its end.
 HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """A text of the user's: its name, what models train on, and its end, which is held out. whole: nothing trains on it, and
-    all of it is evaluated on, as `ao-lab compare --eval` does."""
+    """A text of the user's: its name, what models train on or methods see, and its end, which is held out. whole: nothing does,
+    and all of it is evaluated on, as `ao-lab compare --text` does. alone: nothing else is evaluated on."""
 
     name: str
     train: str
     held_out: str
     whole: bool = False
+    alone: bool = False
 
     @classmethod
-    def of(cls, path: Path, whole: bool = False) -> OwnText:
-        """The text of a file; ValueError for one that cannot be read as UTF-8, and for one without letters."""
+    def of(cls, path: Path, whole: bool = False, alone: bool = False) -> OwnText:
+        """The text of a file; ValueError where there is none, for one that cannot be read as UTF-8, and one without letters."""
+        if not path.is_file():
+            raise ValueError(f"--text {path} is no file; give one with some thousand words")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -123,7 +128,7 @@ class OwnText:
             )
         # Whole texts are called as `ao-lab compare` calls them.
         name = path.name if whole else path.stem
-        return cls(re.sub(r"[^\w.+-]+", "_", name) or "text", text[:cut], text[cut:], whole)
+        return cls(re.sub(r"[^\w.+-]+", "_", name) or "text", text[:cut], text[cut:], whole, whole or alone)
 
     @property
     def evaluation(self) -> EvaluationText:
@@ -131,8 +136,19 @@ class OwnText:
         if self.whole:
             name = f"{self.name}-{digest(self.train + self.held_out)}"
             return EvaluationText(name, f"the text {self.name}", (self.train + self.held_out,))
+        if self.alone:
+            name = f"{self.name}-{digest(self.train + self.held_out)}-held-out"
+            return EvaluationText(name, f"the last tenth of the text {self.name}", (self.held_out,))
         about = f"the last tenth of the text {self.name}, which no model trains on"
         return EvaluationText(f"{self.name}-held-out", about, (self.held_out,))
+
+    def check_drawn(self, length: int) -> None:
+        """ValueError where methods can draw no sequences of so many tokens from what they may see."""
+        if len(self.train) <= 2 * LETTERS * length:
+            raise ValueError(
+                f"--text {self.name}: methods draw sequences of {length} tokens from its first nine tenths, so that "
+                f"they need more than {2 * LETTERS * length} letters and have {len(self.train)}; give a longer text"
+            )
 
     def __repr__(self) -> str:
         digest = hashlib.sha256((self.train + self.held_out).encode()).hexdigest()[:12]
@@ -213,8 +229,7 @@ def drawn_sequences(
     white space. ValueError where no document is long enough.
     """
     own = length - len(beginning)
-    # A token stands for four letters of English, seldom for eight.
-    letters = 8 * own
+    letters = LETTERS * own
     usable = [document for document in documents if len(document) > 2 * letters]
     if own < 1 or not usable:
         raise ValueError(

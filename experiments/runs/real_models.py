@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -74,9 +75,9 @@ def subject(settings: Settings) -> str:
 
 
 def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:
-    """The texts of a run: the end of the user's own among them, or all of that alone where nothing trains on it."""
+    """The texts of a run: the end of the user's own among them, or that text alone where it is to be."""
     own = asked_of(settings).own_text
-    if own is not None and own.whole:
+    if own is not None and own.alone:
         return (own.evaluation,)
     texts = evaluation_texts(prose_of(settings.text, settings.cache))
     return texts if own is None else (own.evaluation, *texts)
@@ -109,13 +110,19 @@ def bench_of(settings: Settings, model: RealModel) -> Bench:
 def batches_of(
     settings: Settings, model: RealModel, length: int, count: int, seed: int, batch: int
 ) -> list[Tensor]:
-    """Sequences that methods with data see: token ids (batch, length) on the device, of prose that no evaluation holds.
+    """Sequences that methods with data see: token ids (batch, length) on the device, of the user's own text but its end, or of
+    prose that no evaluation holds.
 
-    They are no longer than the model takes.
+    They are no longer than the model takes. ValueError for an own text that is too short.
     """
     encode, beginning = encoding_of(model)
-    documents = calibration_documents(prose_of(settings.text, settings.cache))
-    ids = drawn_sequences(documents, encode, min(length, longest(model.folder)), count, seed, beginning)
+    own, length = asked_of(settings).own_text, min(length, longest(model.folder))
+    if own is not None:
+        own.check_drawn(length)
+        documents: tuple[str, ...] = (own.train,)
+    else:
+        documents = calibration_documents(prose_of(settings.text, settings.cache))
+    ids = drawn_sequences(documents, encode, length, count, seed, beginning)
     return list(ids.to(settings.device).split(batch))
 
 
@@ -171,16 +178,28 @@ class Watch:
     deadline: Deadline
     work: Work | None = None
     doing: str = ""
+    #: The layers of the measurement, whose pace says what is left of it.
+    layers: Work = field(default_factory=lambda: Work(""))
 
     def begins(self, doing: str) -> None:
         """A measurement begins."""
-        self.doing = doing
+        self.doing, self.layers = doing, Work("")
         self.tell(doing)
 
-    def at(self, word: str) -> None:
-        """So far it is."""
+    @contextmanager
+    def first(self, doing: str) -> Iterator[None]:
+        """Something else is measured first, that a measurement takes."""
+        before = self.doing
+        self.begins(f"{doing}, for {before}")
+        try:
+            yield
+        finally:
+            self.begins(before)
+
+    def at(self, word: str, left: str = "") -> None:
+        """So far it is; left: how long it takes still."""
         doing = ": ".join(filter(None, (self.doing, word)))
-        self.tell(doing)
+        self.tell(doing + f", {left} of it" * bool(left))
         self.deadline.check(doing)
 
     def tell(self, doing: str) -> None:
@@ -190,7 +209,8 @@ class Watch:
 
     def progress(self, word: str, done: int, total: int) -> None:
         """As `quantize_` and `choose_` tell it."""
-        self.at(f"{word}, {done} of {total}")
+        self.layers.at(done, word, total)
+        self.at(f"{word}, {done} of {total}", self.layers.left(time.monotonic()))
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,10 @@ def reproduce(
     return run_all(names, chosen, paths)
 
 
+#: Experiments that take a text of the user's.
+OF_OWN_TEXT = ("ptq", "calibration", "qat", "fp8_training")
+
+
 def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> None:
     """ValueError where real models are asked of experiments that measure none, for unknown schemes, and without the harness."""
     having = [name for name, experiment in EXPERIMENTS.items() if experiment.real]
@@ -330,10 +334,10 @@ def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> 
         module = registry.EXPERIMENTS[name].run_module()
         # What --only names of a model may be other than the parts of a run without one.
         getattr(module, "check_models", module.check_parts)(only)
-    if real.own_text is not None and list(names) not in (["ptq"], ["qat"], ["fp8_training"]):
+    if real.own_text is not None and list(names) not in ([name] for name in OF_OWN_TEXT):
         raise ValueError(
-            "--text is what a model is evaluated on (ao-lab reproduce ptq --model DIR --text FILE), or fine-tuned on (qat or "
-            "fp8_training alone)"
+            f"--text goes with one of {', '.join(OF_OWN_TEXT)} alone: ptq evaluates on it, calibration calibrates and the "
+            "others fine-tune on its first nine tenths and evaluate on the rest"
         )
     if real.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError(

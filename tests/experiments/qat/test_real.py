@@ -369,7 +369,7 @@ def test_a_limit_of_seconds_leaves_the_rest_for_the_next_run(folder, tmp_path, m
     ("more", "message"),
     [
         (["--only", "int9_rowwise"], "int9_rowwise"),
-        (["--text", "nowhere.txt"], "cannot be read as text"),
+        (["--text", "nowhere.txt"], "nowhere.txt is no file"),
         (["--text", "EMPTY"], "holds 3 characters"),
         (["--text", "SHORT"], "the text has 18 tokens, one window has 24"),
         (["--task", "hellaswag"], "lm-evaluation-harness, which is not installed"),

@@ -161,5 +161,28 @@ def test_ones_own_text_is_evaluated_on_whole_where_nothing_trains_on_it(tmp_path
     texts = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
     assert (texts[0].name, len(texts[0].documents[0])) == ("own-held-out", 25)
     run.check_asked(["ptq"], run.RealModels(models=("m",), own_text=own), ())
-    with pytest.raises(ValueError, match="evaluated on"):
+    own = OwnText.of(tmp_path / "own.txt", alone=True)
+    (text,) = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    assert (text.name.split("-")[2:], text.documents) == (["held", "out"], texts[0].documents)
+    run.check_asked(["calibration"], run.RealModels(models=("m",), own_text=own), ())
+    with pytest.raises(ValueError, match="--text goes with one of ptq, calibration, qat, fp8_training alone"):
         run.check_asked(["decode"], run.RealModels(models=("m",), own_text=own), ())
+
+
+def test_a_measurement_says_what_is_left_of_it(monkeypatch):
+    """By the pace of its layers; what is measured first, for comparison, goes by its own name."""
+    now = iter(range(0, 1000, 10))
+    clock = SimpleNamespace(monotonic=lambda: float(next(now)), perf_counter=lambda: 0.0)
+    monkeypatch.setattr("ao_lab.cli.terminal.time", clock)
+    monkeypatch.setattr(real_models, "time", clock)
+    watch, told = real_models.Watch(Deadline(None)), []
+    monkeypatch.setattr(watch, "tell", told.append)
+    watch.begins("gptq")
+    with watch.first("rounding"):
+        watch.at("a text")
+    for done in (1, 2, 3, 4):
+        watch.progress("a layer", done, 10)
+    assert told[1:4] == ["rounding, for gptq", "rounding, for gptq: a text", "gptq"]
+    assert told[4] == "gptq: a layer, 1 of 10"
+    assert told[-1].startswith("gptq: a layer, 4 of 10, about ")
+    assert told[-1].endswith(" left of it")

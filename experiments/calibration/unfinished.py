@@ -1,0 +1,61 @@
+"""Blocks that a method has finished on a model by `--model`, kept while a run that was stopped may go on with them.
+
+They lie in the cache, as `quantize_(..., resume=)` writes them, in a folder named by a digest of what they depend on: code,
+libraries, device, the model's files, scheme, methods and sequences. A run that goes on has the same bits; what it says of
+seconds and memory would be of its last part alone, so it says neither. When a method was measured, or failed, its folder goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ao_lab.cli.terminal import finished_blocks, say
+from experiments.harness.measuring import Values, is_late
+from experiments.harness.revision import state
+from experiments.harness.rows import library_versions
+from experiments.models.causal_lm import MODEL, RealModel
+from experiments.runs.real_models import real_subject
+from experiments.runs.run import Settings
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The folder of one method in one scheme, and how many blocks lay in it when the run came to it."""
+
+    folder: Path
+    before: int
+
+    @classmethod
+    def of(cls, settings: Settings, model: RealModel, *method: object) -> Unfinished | None:
+        """Of a method that is told by its records and scheme; None in a run that is not of models by `--model`, whose seconds
+        are those of the method without what is kept."""
+        if settings.asked is None:
+            return None
+        files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in weights_of(model.folder)]
+        parts = (state(), library_versions(), settings.device_name, settings.scale, settings.seed)
+        key = repr((*parts, real_subject(settings), str(model.folder.resolve()), files, method))
+        folder = settings.cache / "calibrations" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        return cls(folder, finished_blocks(folder))
+
+    def measured(self, what: str, found: Mapping[str, Values], seconds: float | None) -> None:
+        """Where the run's seconds ended a method say what is kept of it, or that they are too few; else remove the folder."""
+        if not any(is_late(metric) for metric in found[MODEL]):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        if done := finished_blocks(self.folder):
+            more = "" if done > self.before else ", none of them by this run"
+            say(f"{what}: {done} finished blocks are kept{more}; the same command goes on after them")
+        if finished_blocks(self.folder) == self.before and seconds is not None:
+            say(
+                f"{what}: no block was finished in {seconds:.0f} s, the same command would come no further; give "
+                f"--seconds {2 * seconds:.0f} or more"
+            )
+
+
+def weights_of(folder: Path) -> Sequence[Path]:
+    """Files of weights, in order."""
+    return sorted(path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))

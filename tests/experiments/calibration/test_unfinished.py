@@ -1,0 +1,122 @@
+"""A calibration that is stopped goes on after the blocks that it has finished, and ends with the rows of one that was not."""
+
+import pytest
+import torch
+
+from experiments.calibration import run
+from experiments.calibration.unfinished import Unfinished
+from experiments.data import texts
+from experiments.data.texts import OwnText
+from experiments.harness.measuring import Deadline, is_late
+from experiments.harness.rows import Journal
+from experiments.models.causal_lm import of_folder
+from experiments.runs.run import RealModels, Settings
+from tests.support.models.hf_models import tokenizer
+
+transformers = pytest.importorskip("transformers")
+ONLY = ("int3_g64_asymmetric", "gptq")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """The folder of a random model of two blocks."""
+    path = tmp_path_factory.mktemp("models") / "deep-llama"
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+class Until:
+    """Seconds are over once a layer of this block is told of."""
+
+    def __init__(self, monkeypatch, block):
+        self.now, self.told = 0.0, []
+        before = run.Watch.at
+
+        def at(watch, word, *left):
+            self.told.append(word)
+            self.now = 10.0 if block in word else self.now
+            before(watch, word, *left)
+
+        monkeypatch.setattr(run.Watch, "at", at)
+
+    def __call__(self):
+        return self.now
+
+
+def measured(folder, cache, monkeypatch, block="never"):
+    """Rows of a run that ends at a block, of what was measured and of what was not, and the words that it told."""
+    own = OwnText(
+        "own",
+        "The cat sat on the mat, and saw the dog. " * 400,
+        "A dog ran home to its cat. " * 40,
+        alone=True,
+    )
+    asked = RealModels(models=(str(folder),), windows=2, length=32, own_text=own)
+    here = Settings(
+        scale="quick", device="cpu", cache=cache, models=asked.models, asked=asked, only=ONLY, seconds=9.0
+    )
+    journal = Journal()
+    with monkeypatch.context() as patch:
+        patch.setitem(run.SEQUENCES, "quick", 8)
+        clock = Until(patch, block)
+        failed = run.measure_model(here, of_folder(folder), journal, Deadline(9.0, clock))
+    return journal.rows, failed, clock.told
+
+
+def values(rows):
+    """Of gptq, but for its time."""
+    return {
+        (row.table, row.metric): row.value
+        for row in rows
+        if row.method == "gptq" and row.metric != "time to quantize"
+    }
+
+
+def test_a_stopped_method_goes_on_after_its_blocks(deep, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(texts, "evaluation_texts", lambda *_: pytest.fail("another text than the user's"))
+    _, failed, _ = measured(deep, tmp_path / "a", monkeypatch, "layers.1: statistics")
+    assert [row.method for row in failed if is_late(row.metric)] == ["gptq"]
+    assert (
+        "gptq, int3_g64_asymmetric: 1 finished blocks are kept; the same command" in capsys.readouterr().err
+    )
+    rows, failed, told = measured(deep, tmp_path / "a", monkeypatch)
+    assert failed == []
+    assert not any("layers.0: statistics" in word for word in told)
+    assert any("layers.1: statistics" in word for word in told)
+    assert list((tmp_path / "a" / "calibrations").iterdir()) == []
+    whole, _, _ = measured(deep, tmp_path / "b", monkeypatch)
+    assert values(rows) == values(whole)
+    assert {row.table.split("/")[2] for row in rows} == {"model", f"own-{digest_of(whole)}-held-out"}
+    assert "time to quantize" in {row.metric for row in whole if row.method == "gptq"}
+    assert "time to quantize" not in {row.metric for row in rows if row.method == "gptq"}
+
+
+def digest_of(rows):
+    """Of the text, as rows name it."""
+    return next(row.table.split("-")[-3] for row in rows if "own-" in row.table)
+
+
+def test_seconds_that_are_too_few_are_named(deep, tmp_path, monkeypatch, capsys):
+    """The same command again would end at the same place."""
+    measured(deep, tmp_path, monkeypatch, "layers.0: statistics")
+    said = capsys.readouterr().err
+    assert "no block was finished in 9 s, the same command would come no further; give --seconds 18" in said
+    assert "are kept" not in said
+
+
+def test_nothing_is_kept_of_a_run_that_times_methods(deep, tmp_path):
+    here = Settings(scale="quick", device="cpu", cache=tmp_path)
+    assert Unfinished.of(here, of_folder(deep), "gptq") is None
+
+
+def test_a_text_that_is_too_short_to_draw_from(deep):
+    with pytest.raises(
+        ValueError, match=r"draw sequences of 512 tokens .* more than 8192 letters and have 3"
+    ):
+        OwnText("own", "abc", "d").check_drawn(512)
