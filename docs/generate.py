@@ -173,7 +173,7 @@ def copy(app: Any, error: Exception | None) -> None:
         folder = Path(app.outdir) / "reports"
         shutil.copytree(REPORTS, folder, ignore=shutil.ignore_patterns(*LEFT), dirs_exist_ok=True)
         for path in folder.glob("*.html"):
-            path.write_text(with_header(path.read_text(encoding="utf-8")), encoding="utf-8")
+            path.write_text(of_site(with_header(path.read_text(encoding="utf-8"))), encoding="utf-8")
         if gone := broken(folder):
             raise ValueError(
                 f"links of reports lead nowhere in {folder}: {'; '.join(gone)}; run `ao-lab reproduce --pages`"
@@ -185,6 +185,11 @@ def with_header(html: str) -> str:
     links = "".join(f'<a href="../{name}.html">{title}</a>' for name, title in HEADER.items())
     search = '<form action="../search.html"><input name="q" type="search" placeholder="Search" aria-label="Search"></form>'
     return html.replace("<body>", f'<body>\n<header class="site">{links}{search}</header>', 1)
+
+
+def of_site(html: str) -> str:
+    """A page of the reports whose links to Markdown of the documentation lead to the site's pages."""
+    return re.sub(r'href="\.\./docs/([\w/-]+)\.md((?:#[\w-]+)?)"', r'href="../\1.html\2"', html)
 
 
 def broken(folder: Path) -> list[str]:

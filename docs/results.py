@@ -49,8 +49,8 @@ def first(names: list[str], text: str) -> str:
 #: Reports that are pages of the site alone, and those that are Markdown too.
 ALONE = {"scoreboard": "published values beside ours", "history": "the history of each number"}
 MORE = {
-    "answers": "open questions of the TorchAO paper",
-    "limits": "targets that are missed",
+    "answers": "what users ask first, and open questions of the TorchAO paper",
+    "limits": "where other libraries are ahead, and targets that are missed",
     "families": "which kernel runs when",
 }
 

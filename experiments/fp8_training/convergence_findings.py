@@ -119,6 +119,12 @@ def largest_single(singles: Sequence[Single]) -> str:
     return f"one training each of {last}: {', '.join(words)}"
 
 
+def longest_training(rows: Sequence[Row]) -> list[str]:
+    """`largest_single` of all rows; none without a single training."""
+    singles = pairs_of(rows)
+    return [largest_single(singles)] if singles else []
+
+
 def single_found(rows: Sequence[Row]) -> list[str]:
     """Every single training on a text of another kind beside its books, and what is known of the difference."""
     words = [

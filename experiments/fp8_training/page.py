@@ -19,6 +19,7 @@ from experiments.fp8_training.convergence_findings import (
     of_trainings,
     speeds_found,
 )
+from experiments.fp8_training.convergence_findings import longest_training as longest_training
 from experiments.fp8_training.convergence_page import (
     FASTEST,
     SPEED_RATIO,

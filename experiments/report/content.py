@@ -31,9 +31,11 @@ SENTENCE = re.compile(r"\.\s+(?=[A-Z0-9])")
 
 
 def inline(text: str) -> str:
-    """Markdown's bold, code and links to pages of experiments as HTML, of text that is escaped already."""
+    """Markdown's bold, code and links to pages of the report and of the documentation as HTML, of text that is escaped already;
+    the documentation's pages are Markdown, which the site's copy of the report leads to as HTML (`docs/generate.py`)."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-    text = re.sub(r"\[(\w+)\]\((\w+)\.md\)", r'<a href="\2.html">\1</a>', text)
+    text = re.sub(r"\[([^\]]+)\]\((\w+)\.md(#[\w-]+)?\)", r'<a href="\2.html\3">\1</a>', text)
+    text = re.sub(r"\[([^\]]+)\]\((\.\./docs/[\w/.#-]+)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 

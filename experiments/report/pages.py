@@ -38,8 +38,9 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit, has_triton
 from experiments.harness.rows import Row
-from experiments.report import families, own_models, peers, questions
+from experiments.report import behind, families, own_models, peers, questions
 from experiments.report.accuracies import is_given, of_given_models
+from experiments.report.asked import Asked, asked
 from experiments.report.content import (
     FEWEST_TOKENS,
     PEERS,
@@ -65,7 +66,7 @@ from experiments.report.history import History, halves_of, histories, remember
 from experiments.report.plots import dots, svg
 from experiments.report.results import shown as shown_rows
 from experiments.report.scoreboard import Scoreboard, scoreboard
-from experiments.report.targets import RunTargets, counted, missed_tables
+from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, counted, missed_tables
 
 if TYPE_CHECKING:
     import jinja2
@@ -250,9 +251,11 @@ def write_pages(places: Paths) -> Written:
     if own_models.are_own(rows):
         return write_own(places, pages, rows)
     written = [one for page in pages for one in write_page(places, page)]
-    written += write_first(places, pages, rows)
+    compared = behind.comparisons(rows)
+    said = [linked(places, one) for one in asked(rows, compared)]
+    written += write_first(places, pages, rows, compared, said)
     remove_old(places, pages)
-    return written + write_answers(places, rows) + write_families(places.reports)
+    return written + write_answers(places, rows, said) + write_families(places.reports)
 
 
 def make_pages(places: Paths, rows: Mapping[str, Sequence[Row]] | None = None) -> list[Page]:
@@ -303,8 +306,15 @@ def write_pictures(places: Paths, page: Page) -> None:
         tidy.write_text(places.figures / f"{name}.svg", picture)
 
 
-def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequence[Row]]) -> Written:
-    """The pages over all experiments, and what all pages share."""
+def write_first(
+    places: Paths,
+    pages: Sequence[Page],
+    rows: Mapping[str, Sequence[Row]],
+    compared: Sequence[behind.Compared],
+    said: Sequence[Asked],
+) -> Written:
+    """The pages over all experiments, and what all pages share. compared: values beside another library's; said: what the page
+    of answers says to users."""
     write_assets(places)
     found = {id(card): page.name for page in pages for card in page.cards}
     cards = first_cards(pages)
@@ -321,6 +331,11 @@ def write_first(places: Paths, pages: Sequence[Page], rows: Mapping[str, Sequenc
         "overview": overview,
         "scoreboard": scoreboard([one for page in pages for one in page.comparisons]),
         "histories": past,
+        "asked": said,
+        "docs": has_docs(places),
+        "tolerance": BASELINE_TOLERANCE,
+        "beside": behind.counted_table(compared),
+        "behind": behind.table_of(compared),
         "commit": commit(),
         "unmet": peers.missing(rows, [name for name, found in rows.items() if is_given(name, found)]),
         "fewest": FEWEST_TOKENS,
@@ -400,13 +415,27 @@ def remove_old(places: Paths, pages: Sequence[Page]) -> None:
             path.unlink()
 
 
-def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]]) -> Written:
-    """The page of answers."""
-    asked = questions.questions(rows)
+#: A link to the documentation, in Markdown.
+TO_DOCS = re.compile(r"\[([^\]]+)\]\(\.\./docs/[^)]*\)")
+
+
+def has_docs(places: Paths) -> bool:
+    """Whether the documentation lies beside the reports, as in the repository."""
+    return (places.reports.parent / "docs" / "index.md").is_file()
+
+
+def linked(places: Paths, one: Asked) -> Asked:
+    """An answer whose links to the documentation are words where that is not there."""
+    return one if has_docs(places) else replace(one, links=TO_DOCS.sub(r"\1 (documentation)", one.links))
+
+
+def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]], said: Sequence[Asked]) -> Written:
+    """The page of answers: to what users ask, and to the paper's open questions."""
+    claimed = questions.questions(rows)
     written: Written = []
     for kind in ("md", "html"):
         path = places.reports / f"answers.{kind}"
-        tidy.write_text(path, render(f"answers.{kind}.j2", questions=asked))
+        tidy.write_text(path, render(f"answers.{kind}.j2", questions=claimed, asked=said))
         written.append(("answers", shown(path)))
     return written
 

@@ -29,6 +29,10 @@ AT_TOKENS = re.compile(r"(?P<name>.+), (?P<tokens>\d+) tokens?")
 
 #: A ratio to another library is held to 1, less what two timings of the same kernel differ by at worst.
 BASELINE_TOLERANCE = 0.02
+#: What the name or the unit of a target says whose value is a ratio to that of something else.
+RATIO = re.compile(r"\btimes (bfloat16|torchao|its speed)\b|\bover\b|\bspeedup\b")
+#: How the caption of a table begins whose targets are missed by values that are better than what they are compared with.
+AHEAD = "faster or smaller than what it is compared with, by less than its target"
 #: More digits than a format has, where a value and a limit look alike; a difference after them is none.
 MORE_DIGITS = 6
 
@@ -88,6 +92,14 @@ class Target:
         if self.value is None or self.reached or not self.limit:
             return None
         return abs(percent_over(self.value, self.limit))
+
+    def ahead(self, unit: str) -> bool:
+        """Whether a ratio to another's value misses a limit that asks for more than to be better: 0.905 of torchao's time is
+        less than torchao's, whatever the limit. unit: where the target names none."""
+        said = RATIO.search(f"{self.name} {self.unit or unit}")
+        beyond = self.limit > 1 if self.at_least else self.limit < 1
+        better = self.value is not None and (self.value > 1 if self.at_least else self.value < 1)
+        return self.reached is False and bool(said) and beyond and better
 
     def __str__(self) -> str:
         value, limit = self.texts
@@ -228,22 +240,27 @@ def counted(runs: Iterable[RunTargets]) -> str:
 
 
 def missed_tables(runs: Sequence[RunTargets]) -> list[Table]:
-    """Of each device a table of what is missed, in the order of the runs; none of one that misses nothing."""
+    """Of each device a table of what is missed, in the order of the runs, then one of what is missed by values that are better
+    than what they are compared with (`Target.ahead`); none of one that misses nothing."""
     found = []
     for device, targets in by_device(runs).items():
-        lines = [line for run in runs if run.where.device == device for line in missed_lines(run)]
-        if lines:
-            found.append(Table(f"{device_name(device)}: {counts(targets, ' reached')}", COLUMNS, lines))
+        mine = [run for run in runs if run.where.device == device]
+        reached = f"{device_name(device)}: {counts(targets, ' reached')}"
+        for title, ahead in ((reached, False), (f"{device_name(device)}: {AHEAD}", True)):
+            if lines := [line for run in mine for line in missed_lines(run, ahead)]:
+                found.append(Table(title, COLUMNS, lines))
     return found
 
 
-def missed_lines(run: RunTargets) -> list[list[str]]:
-    """The lines of a run; those of a method with one limit stand in one of them."""
+def missed_lines(run: RunTargets, ahead: bool) -> list[list[str]]:
+    """The lines of a run that are ahead in spite of their target, or those that are not; those of a method with one limit stand
+    in one of them."""
     series: dict[tuple[str, float, str], list[tuple[str, Target]]] = {}
     for target in missed(run.targets):
-        found = AT_TOKENS.fullmatch(target.name)
-        name, rows = (found["name"], found["tokens"]) if found else (target.name, "")
-        series.setdefault((name, target.limit, target.day), []).append((rows, target))
+        if target.ahead(run.unit) == ahead:
+            found = AT_TOKENS.fullmatch(target.name)
+            name, rows = (found["name"], found["tokens"]) if found else (target.name, "")
+            series.setdefault((name, target.limit, target.day), []).append((rows, target))
     return [line(run, name, members) for (name, *_), members in series.items()]
 
 

@@ -105,6 +105,8 @@ def first_page(tmp_path):
         "pages": [one],
         "cards": [("ptq", card, None)],
         "further": [],
+        "asked": [],
+        "docs": True,
         "overview": overview,
         "commit": "",
         "families": True,

@@ -1,0 +1,273 @@
+"""What users ask first, each with what rows say to it, what was not measured, and where to read on.
+
+Numbers are of rows; a sentence whose row is missing is left out. What stands without a number is a property of the code (which
+sums a kernel has) or advice, and what was not measured is said beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import Row, table_parts
+from experiments.report import behind
+from experiments.report.content import device_name
+from experiments.report.questions import GAP_TEXTS
+from experiments.report.real_runs import CHANGE as LOSS
+from experiments.report.results import Results, Where, best_run, by_run, decoding
+from experiments.report.targets import limit_of
+
+#: Published rows of each experiment by name.
+Rows = Mapping[str, Sequence[Row]]
+SPEED = "speed over bfloat16"
+#: Data of `generate` by what a page calls them, and how its settings end.
+LAYERS, COMPILED = {layers: f"llama-3.1-8b-{layers}-layers" for layers in (32, 8)}, "compiled"
+#: The setting of `fp8_training` that speeds are told of.
+STEP = "compiled, 2 x 8192, checkpointing none"
+TEXT, CHANGE = "wikitext-2-v1-test", "perplexity, change"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question; what is said to it, which begins in bold; what was not measured; where to read on: all in Markdown."""
+
+    title: str
+    said: Sequence[str]
+    missing: str
+    links: str
+
+
+def asked(rows: Rows, compared: Sequence[behind.Compared]) -> list[Asked]:
+    """All of them. compared: what stands beside another library's."""
+    return [
+        four_bits(rows), generating(rows), training(rows), caching(rows), long_attention(rows), against_others(compared),
+    ]  # fmt: skip
+
+
+def pages(name: str) -> Any:
+    """The page module of an experiment, whose sentences are told here too."""
+    return EXPERIMENTS[name].page_module()
+
+
+def last(rows: Sequence[Row], kind: str, data: str = "") -> tuple[Where, Results]:
+    """The run of a kind, and of these data, that findings speak of; an empty one without any."""
+    found = {where: one for where, one in by_run(rows, kind).items() if where.data == data or not data}
+    return best_run(found) or (Where("full", "", data), Results([]))
+
+
+def numbers(text: str, /, **values: Any) -> list[str]:
+    """A sentence with the numbers in it; none where one of them is missing."""
+    return [] if None in values.values() else [text.format(**values)]
+
+
+def four_bits(rows: Rows) -> Asked:
+    """Which 4-bit weights."""
+    where, lean = last(rows["decode"], "decode")
+    _, whole = last(rows["generate"], "generate", LAYERS[32])
+    said = [
+        "**Start with `Int4WeightOnlyConfig(group_size=128)`, calibrated with GPTQ**, and take smaller groups (64, 32) or "
+        "`NVFP4WeightOnlyConfig` if the loss of your model is too large: `ao-lab compare MODEL_DIR` measures it.",
+        *numbers(
+            "Speed, Llama-3.1-8B's shapes, batch 1, {device}: {lean:.2f} times bfloat16 in a lean loop (groups of 64), "
+            "{whole:.2f} in transformers' generate() (groups of 128); NVFP4 {nvfp4:.2f} in the lean loop. Linear layers: "
+            "{size:.2f} GB for {dense:.2f}.",
+            device=device_name(where.device),
+            lean=lean.value("ours", "int4wo-64", "speedup over bfloat16"),
+            nvfp4=lean.value("ours", "nvfp4wo", "speedup over bfloat16"),
+            size=lean.value("ours", "int4wo-64", "model size"),
+            dense=lean.value("baseline", "bfloat16", "model size"),
+            whole=whole.value(f"batch 1, {COMPILED}", "int4 g128", SPEED),
+        ),
+        *small_model(rows["calibration"]),
+        *published(),
+    ]
+    missing = (
+        "the loss of a model of 8B parameters, by any scheme or method. Small models lose more than large ones, so the order "
+        "of methods may hold for yours, the numbers do not."
+    )
+    links = "[choose](../docs/choose.md), [calibration](calibration.md), [decode](decode.md), [generate](generate.md)"
+    return Asked("Which 4-bit weights for a language model of 8B parameters?", said, missing, links)
+
+
+def small_model(rows: Sequence[Row]) -> list[str]:
+    """What rounding loses and methods leave, in the one trained model of the page."""
+    kind = next((row.table.split("/")[0] for row in rows if row.table.startswith("real ")), "")
+    where, results = last(rows, kind, TEXT) if kind else last([], "")
+    values = {
+        f"{short}_{name}": results.value(scheme, method, CHANGE)
+        for short, scheme in (("int", "int4_g64"), ("nv", "nvfp4"))
+        for name, method in (("plain", "rounding"), ("gptq", "gptq"))
+    }
+    return numbers(
+        f"Loss, {kind.removeprefix('real ')} ({where}), change of perplexity: symmetric INT4 in groups of 64 "
+        "{int_plain:+.1f}% rounded and {int_gptq:+.1f}% by GPTQ, NVFP4 {nv_plain:+.1f}% and {nv_gptq:+.1f}%.",
+        **values,
+    )
+
+
+def published() -> list[str]:
+    """What torchao published of Llama-3.1-8B."""
+    found = {
+        one.method: one.value
+        for one in decoding()
+        if (one.model, one.hardware, one.metric) == ("Llama-3.1-8B", "H100", "wikitext_word_perplexity")
+    }
+    return numbers(
+        "Published by torchao, not measured here: Llama-3.1-8B in INT4 with groups of 64, rounded without data, has a word "
+        "perplexity of {ours:.2f} for bfloat16's {dense:.2f} on WikiText.",
+        ours=found.get("int4wo-64"),
+        dense=found.get("bfloat16"),
+    )
+
+
+def generating(rows: Rows) -> Asked:
+    """int4 in transformers' own loop, by batch."""
+    said = []
+    for data in LAYERS.values():
+        where, results = last(rows["generate"], "generate", data)
+        speeds = {
+            batch: speed
+            for batch in (1, 16, 64)
+            if (speed := results.value(f"batch {batch}, {COMPILED}", "int4 g128", SPEED)) is not None
+        }
+        told = ", ".join(f"{speed:.2f} at batch {batch}" for batch, speed in speeds.items())
+        said += [f"{where}: {told}."] if told else []
+    head = "**Times bfloat16, INT4 in groups of 128, compiled as transformers does by default**: "
+    said = [f"{head}{said[0]}", *said[1:]] if said else []
+    links = "[generate](generate.md) has all batches in its first table, torchao's beside ours, eager mode and prefill"
+    measured = f"batch 64, {COMPILED}" in last(rows["generate"], "generate", LAYERS[32])[1].settings
+    missing = (
+        "batches of more than 64"
+        if measured
+        else "all 32 layers at batch 64, where the 8 layers are what is known."
+    )
+    return Asked("How fast is INT4 in transformers' generate(), at batch 1 to 64?", said, missing, links)
+
+
+def training(rows: Rows) -> Asked:
+    """What MXFP8 gives."""
+    mine = rows["fp8_training"]
+    where, gaps = last(mine, "gaps")
+    setting = next(iter(gaps.settings), "")
+    told = list[str]()
+    for run, results in by_run(mine, "blocks").items():
+        both = {recipe: results.value(STEP, f"ours, {recipe}", SPEED) for recipe in ("mxfp8", "rowwise")}
+        told += numbers(
+            "{mxfp8:.2f} on {device} (rowwise FP8 {rowwise:.2f})", device=device_name(run.device), **both
+        )
+    said = [
+        "**Times bfloat16's speed, on Hopper GPUs, which have no MX instructions**, in a compiled step of two blocks of "
+        f"Llama-3-8B: {', '.join(told)}."
+    ] * bool(told)
+    for metric, text in GAP_TEXTS.items():
+        gap, half = (gaps.value(setting, "mxfp8", f"gap, {metric}{end}") for end in ("", ", 95% interval"))
+        said += numbers(
+            "Loss of a small Llama over bfloat16's on {text}, paired seeds ({where}): {gap:+.2f} ± {half:.2f}%, {verdict}.",
+            gap=gap, half=half, text=text, where=where, verdict=verdict(gap, half),
+        )  # fmt: skip
+    said += [f"Longer, {one}; why is not known." for one in pages("fp8_training").longest_training(mine)]
+    missing = (
+        "speed on Blackwell, whose tensor cores multiply MXFP8, and models of more than 120M parameters."
+    )
+    return Asked(
+        "What does training in MXFP8 give?",
+        said,
+        missing,
+        "[fp8_training](fp8_training.md), [guide](../docs/guides/training.md)",
+    )
+
+
+def verdict(gap: float | None, half: float | None) -> str:
+    """Of a gap and half of its interval, in percent, whether it keeps the margin."""
+    margin = limit_of("fp8_training", "paired", "gap").bound
+    if gap is None or half is None or abs(gap) - half <= margin < abs(gap) + half:
+        return f"undecided whether within the margin of {margin:g}%"
+    return f"{'within' if abs(gap) + half <= margin else 'beyond'} the margin of {margin:g}%"
+
+
+#: Recipes whose largest change of perplexity is told first.
+CACHES = ("fp8", "int8", "int4")
+
+
+def caching(rows: Rows) -> Asked:
+    """What a quantized KV cache costs in quality."""
+    mine = rows["kv_cache"]
+    said = [*largest_change(mine), *pages("kv_cache").predictions_found(mine)]
+    missing = (
+        "other models: keys with a bias, as Qwen2.5's, are hard for one scale a token; compare before use."
+    )
+    links = "[kv_cache](kv_cache.md), [guide](../docs/guides/kv_cache.md)"
+    return Asked("What does a KV cache in low precision cost in quality?", said, missing, links)
+
+
+def largest_change(rows: Sequence[Row]) -> list[str]:
+    """The largest change of perplexity of these recipes, of the first real model; none where one was not measured."""
+    kind = next(iter(pages("kv_cache").kinds(rows)), "")
+    best = pages("kv_cache").largest_run(by_run(rows, kind))
+    changes = {name: best[1].value(pages("kv_cache").ALL, name, LOSS) if best else None for name in CACHES}
+    known = [abs(100 * math.expm1(one)) for one in changes.values() if one is not None]
+    if len(known) < len(CACHES):
+        return []
+    of = kind.removeprefix("real ")
+    return [
+        f"**{', '.join(CACHES)}: perplexity changes by at most {max(known):.1f}%** on {of}, intervals aside."
+    ]
+
+
+#: Tokens of the context that is asked about.
+LONGEST = 131072
+
+
+def long_attention(rows: Rows) -> Asked:
+    """FP8 attention over a long context."""
+    mine = rows["kv_cache"]
+    said = [
+        "**The known failure, sums of FP8 products in one chain, is not in ao_lab's kernels**: attention in 8 bits "
+        "(`use_attention_`) adds chains of 128 tokens in float32; decoding over an FP8 cache multiplies in 16 bits.",
+        *(
+            f"{one} (By a model of the tensor core's 14-bit sums, of equal scores.)"
+            for one in pages("kv_cache").sums_found(mine)
+        ),
+        *pages("kv_cache").needles_found(mine),
+        *predicted(rows["prefill_attention"]),
+    ]
+    needles = f", needles at {LONGEST} tokens" * (
+        str(LONGEST) not in last(mine, pages("kv_cache").NEEDLE)[1].settings
+    )
+    missing = f"a trained model's predictions at that length{needles}: sums alone were computed; compare with your own text."
+    links = "[kv_cache](kv_cache.md), [prefill_attention](prefill_attention.md), [guide](../docs/guides/attention.md)"
+    return Asked("Is FP8 attention safe at 128k tokens?", said, missing, links)
+
+
+def predicted(rows: Sequence[Row]) -> list[str]:
+    """On how much text predictions with attention in 8 bits were measured."""
+    kinds = sorted({row.table.split("/")[0] for row in rows if table_parts(row.table)[0].startswith("real ")})
+    found = [best_run(by_run(rows, kind)) for kind in kinds]
+    return [
+        f"Predictions with attention in 8 bits are of {kind.removeprefix('real ')} ({run[0]})."
+        for kind, run in zip(kinds, found, strict=True)
+        if run is not None
+    ]
+
+
+def against_others(compared: Sequence[behind.Compared]) -> Asked:
+    """Where another library is ahead."""
+    count = sum(one.behind for one in compared)
+    lines = [f"{line[0]} {line[2]} of {line[1]}" for line in behind.counts(compared) if line[2] != "0"]
+    said = [
+        f"**{count} of {len(compared)} comparisons with another library's code are lost**: {', '.join(lines)}; each with both "
+        "names, by how much and where: [Behind another library](limits.md#behind)."
+    ]
+    links = "[limits](limits.md)"
+    missing = (
+        "comparisons that have not run, which the same page lists, calibration by other libraries among them."
+    )
+    return Asked(
+        "Where is ao_lab slower or less exact than torchao and torch?",
+        said if compared else [],
+        missing,
+        links,
+    )

@@ -1,0 +1,115 @@
+"""Where another library is ahead, and what users ask: from rows by hand, by rule."""
+
+import pytest
+
+from docs import generate
+from experiments.harness.paths import Paths
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import Row
+from experiments.report import asked, behind, pages
+from experiments.report.content import inline
+from experiments.report.results import by_run
+from experiments.report.targets import AHEAD, RunTargets, Target, missed_tables
+
+NOTHING = {name: [] for name in EXPERIMENTS}
+SETTING, OURS, THEIRS = "1 row, CUDA graph", "int8", "torchao int8wo"
+
+
+def row(method, value, metric="time", table="torchao/full/14336x4096", experiment="linear", setting=SETTING):
+    return Row(
+        experiment=experiment, table=table, setting=setting, method=method, metric=metric, value=value, unit="us",
+        device="NVIDIA H200", seed=0, date="2026-11-26T10:00:00",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("ours", "again", "lost"), [
+    (10.1, 1.0, False), (10.3, 1.0, True), (10.3, 1.05, False), (10.3, 0.9, False), (5.0, 1.0, False),
+])  # fmt: skip
+def test_a_difference_counts_beyond_the_tolerance_and_the_drift_of_its_table(ours, again, lost):
+    rows = [row(OURS, ours), row(THEIRS, 10.0), row("bfloat16", again, behind.REPEAT)]
+    (found,) = behind.comparisons({**NOTHING, "linear": rows})
+    assert (found.behind, found.worse) == (lost, ours / 10)
+    table = behind.table_of([found])
+    assert table.caption == f"Behind another library: {int(lost)} of 1 comparisons"
+    words = ["[linear](linear.md)", OURS, THEIRS, "time", "14336 x 4096: 1 row, CUDA graph"]
+    assert table.lines == ([[*words, "1.03", "NVIDIA H200", "2026-11-26"]] if lost else [])
+
+
+def test_of_several_forms_of_theirs_the_best_counts_and_more_may_be_better():
+    def trained(method, value):
+        return row(method, value, table="linear/full/1x1x1", experiment="fp8_training", setting="eager")
+
+    forms = [
+        trained("ours, rowwise", 9.0),
+        trained("torchao, rowwise", 10.0),
+        trained("torchao, rowwise, compiled", 6.0),
+    ]
+    decoded = [row("int8wo", value, "tokens/s", "decode/full/llama", "decode", who)
+               for who, value in (("ours", 200.0), ("torchao", 100.0))]  # fmt: skip
+    found = behind.comparisons({**NOTHING, "fp8_training": forms, "decode": decoded})
+    assert {one.experiment: one.worse for one in found} == {"fp8_training": 1.5, "decode": 0.5}
+    assert behind.counts(found) == [
+        ["[decode](decode.md)", "1", "0", "0", "1"],
+        ["[fp8_training](fp8_training.md)", "1", "1", "0", "0"],
+    ]
+
+
+def test_times_of_short_runs_are_none_and_errors_of_them_are():
+    short = [row(one, value, table="torchao/quick/8x8") for one, value in ((OURS, 2.0), (THEIRS, 1.0))]
+    errors = [row(f"{who}, 8 bits", value, "rms difference", "updates/quick/normal", "optimizers", "ratio 1")
+              for who, value in (("ours", 0.11), ("torchao", 0.02))]  # fmt: skip
+    found = behind.comparisons({**NOTHING, "linear": short, "optimizers": errors})
+    assert [(one.experiment, one.behind) for one in found] == [("optimizers", True)]
+
+
+def test_a_ratio_that_is_better_than_1_is_not_among_the_losses():
+    """0.905 of torchao's time misses "at most 0.5" and is no loss; 1.1 is, and so is a bare time."""
+    targets = [Target("a: time over torchao's best", value, 0.5, False) for value in (0.905, 1.1)]
+    targets += [Target("b", 11.0, 10.4, False, "us"), Target("c", 1.6, 1.7), Target("d", 0.9, 0.95)]
+    (where,) = by_run([row(OURS, 1.0)], "torchao")
+    lost, ahead = missed_tables([RunTargets(where, targets, unit="times bfloat16")])
+    assert [line[2].split()[0] for line in lost.lines] == ["1.1", "11", "0.9"]
+    assert (ahead.caption, [line[2] for line in ahead.lines]) == (
+        f"NVIDIA H200: {AHEAD}",
+        ["0.905 times bfloat16", "1.6 times bfloat16"],
+    )
+
+
+def test_without_rows_answers_have_no_numbers_and_say_what_was_not_measured():
+    found = asked.asked(NOTHING, [])
+    assert all(one.title.endswith("?") and one.missing and one.links.startswith("[") for one in found)
+    assert not [one.title for one in found for said in one.said if "nan" in said or "None" in said]
+
+
+@pytest.mark.parametrize(
+    ("gap", "half", "said"), [(0.1, 0.2, "within"), (2.0, 0.3, "beyond"), (0.4, 0.3, "undecided")]
+)
+def test_a_gap_is_judged_by_its_interval(gap, half, said):
+    assert asked.verdict(gap, half).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("deep", "missing"), [(False, "all 32 layers at batch 64"), (True, "batches of more")]
+)
+def test_what_generate_has_not_measured_follows_its_rows(deep, missing):
+    rows = [row("int4 g128", 1.5, asked.SPEED, "generate/full/llama-3.1-8b-32-layers", "generate", f"batch {one}, compiled")
+            for one in ((1, 64) if deep else (1,))]  # fmt: skip
+    found = asked.generating({**NOTHING, "generate": rows})
+    assert found.missing.startswith(missing)
+    assert "1.50 at batch 1" in found.said[0]
+    assert ("1.50 at batch 64" in found.said[0]) == deep
+
+
+def test_links_to_the_documentation_are_words_where_it_is_not_there(tmp_path):
+    one = asked.Asked("Q?", [], "x", "[choose](../docs/choose.md), [ptq](ptq.md)")
+    places = Paths(tmp_path, tmp_path / "reports")
+    assert pages.linked(places, one).links == "choose (documentation), [ptq](ptq.md)"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("")
+    assert pages.linked(places, one) == one
+    assert (
+        inline("[choose](../docs/choose.md#x) [a b](ptq.md)")
+        == '<a href="../docs/choose.md#x">choose</a> <a href="ptq.html">a b</a>'
+    )
+    site = generate.of_site('<a href="../docs/guides/index.md">a</a> <a href="../docs/choose.md#x">b</a>')
+    assert site == '<a href="../guides/index.html">a</a> <a href="../choose.html#x">b</a>'
