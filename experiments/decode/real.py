@@ -153,6 +153,8 @@ WARM = 4
 #: Metrics of speeds over the dense model in turn: the median of the rounds' ratios and its ends, of both loops.
 OVER_OWN, OVER_LIBRARY = "speedup of the own loop", "speedup of generate()"
 LOWEST, HIGHEST = ", lowest", ", highest"
+#: The dense model's rates in the same rounds.
+DENSE_OWN, DENSE_LIBRARY = "tokens/s, own loop, bfloat16 in turn", "tokens/s, generate(), bfloat16 in turn"
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,8 @@ def generation(here: Here, model: nn.Module, batch: int) -> Values:
     if model is not base:
         found |= speedups(OVER_OWN, [(one[0][1], one[1][1]) for one in rounds])
         found |= speedups(OVER_LIBRARY, [(one[0][2], one[1][2]) for one in rounds])
+        found[DENSE_OWN] = (batch * (new - 1) / median(one[0][1] for one in rounds), "tokens/s")
+        found[DENSE_LIBRARY] = (batch * new / median(one[0][2] for one in rounds), "tokens/s")
     return found if over is None else {**found, "memory of generating": (over, "byte")}
 
 

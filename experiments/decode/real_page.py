@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ao_lab.measure.times import NOISY, SPREAD
 from experiments.decode.configs import BASELINE, OURS
-from experiments.decode.real import HIGHEST, LOWEST, OVER_LIBRARY, OVER_OWN
+from experiments.decode.real import (
+    DENSE_LIBRARY,
+    DENSE_OWN,
+    HIGHEST,
+    LOWEST,
+    OVER_LIBRARY,
+    OVER_OWN,
+)
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.report.content import Section, Table
+from experiments.report.in_turn import InTurn
 from experiments.report.real_runs import RealRun, findings_of, grid_of, real_runs, threads_of, title_of
 from experiments.report.results import HARDWARE, MODEL, Results, failures, number, published
 
 PUBLISHED = "published: "
 BY_LIBRARY, OWN = "tokens/s, generate()", "tokens/s, own loop"
 FIRST, FIRST_OWN = "time to first token, generate()", "time to first token, own loop"
+IN_GENERATE, IN_OWN = (
+    InTurn(rate, dense, name, name + LOWEST, name + HIGHEST)
+    for rate, dense, name in ((BY_LIBRARY, DENSE_LIBRARY, OVER_LIBRARY), (OWN, DENSE_OWN, OVER_OWN))
+)
 #: In which order libraries stand.
 ORDER = {BASELINE: 0, OURS: 1, TORCHAO: 2}
 TEXT = (
     "The folder's own weights in bfloat16, and quantized: every linear layer but a head that is tied to the embedding. Prompts "
     "are beginnings of a text, decoding is greedy. generate() is transformers' own call, not compiled; the own loop is this "
     "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. Each "
-    "is called once, then timed in turn with bfloat16's: medians; a speedup is the median of the rounds' ratios, noisy where "
-    "they are far apart. Rates of generate() include the prompt, those of the own loop leave it out.",
+    "is called once, then timed in turn with bfloat16's, whose rate in these rounds stands beside: medians; a speedup is the "
+    "median of the rounds' ratios, noisy where they are far apart, or where bfloat16 was far slower than in other "
+    "rounds. Rates of generate() include the prompt, those of the own loop leave it out.",
     (
         "Peak memory: the weights as they are in memory, and the most that tensors of generating took beside them. "
         "Same tokens: how many tokens generate() and this experiment's own loop have in common; "
@@ -82,9 +94,11 @@ def sizes(run: RealRun) -> Table:
 def speeds(run: RealRun, batch: str, results: Results) -> Table:
     """Rates and times of one batch; at batch 1 beside those that were published of this model."""
     beside = batch == "batch 1" and run.fact(PUBLISHED) == MODEL
+    turns = any(row.metric == DENSE_OWN for row in results.rows)
+    dense, dense_loop = (["bfloat16 in turn" + of + " (tokens/s)"] * turns for of in ("", ", own loop"))
     columns = [
-        "configuration", "generate() (tokens/s)", "speedup", "own loop (tokens/s)", "speedup of the loop",
-        "first token, generate() (ms)", "first token, own loop (ms)", "in a graph", "same tokens (%)",
+        "configuration", "generate() (tokens/s)", *dense, "speedup", "own loop (tokens/s)", *dense_loop,
+        "speedup of the loop", "first token, generate() (ms)", "first token, own loop (ms)", "in a graph", "same tokens (%)",
     ]  # fmt: skip
     columns += [f"published, {HARDWARE} (tokens/s)"] if beside else []
     base, lines = results.value(BASELINE, BASE, OWN), []
@@ -96,9 +110,11 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
         line = [
             label(*one),
             number(results.value(*one, BY_LIBRARY), 1),
-            speedup(results, one, OVER_LIBRARY),
+            *([number(results.value(*one, DENSE_LIBRARY), 1)] * turns),
+            IN_GENERATE.told(results, one),
             number(rate, 1),
-            speedup(results, one, OVER_OWN) or alone(rate, base, one),
+            *([number(results.value(*one, DENSE_OWN), 1)] * turns),
+            IN_OWN.told(results, one) or alone(rate, base, one),
             number(first, 1, 1e3),
             number(own, 1, 1e3),
             "yes" if results.value(*one, "own loop in a CUDA graph") else "no",
@@ -106,14 +122,6 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
         ]
         lines.append([*line, number(published(one[1]).get("tokens/s"), 1)] if beside else line)
     return Table(f"{run.model}, {batch}{threads_of(results)}", columns, lines, results.rows)
-
-
-def speedup(results: Results, line: tuple[str, str], name: str) -> str:
-    """How much faster than the dense model in turn, and whether its rounds disagree; "" where it was not timed in turn."""
-    middle, low, high = (results.value(*line, f"{name}{end}") for end in ("", LOWEST, HIGHEST))
-    if middle is None or low is None or high is None:
-        return ""
-    return f"{middle:.2f}x{NOISY * (high > SPREAD * low)}"
 
 
 def alone(rate: float, base: float | None, line: tuple[str, str]) -> str:
@@ -137,8 +145,10 @@ def finding(run: RealRun) -> str:
     for one in lines_of(results):
         rate = results.value(*one, OWN)
         if one[0] != BASELINE and rate:
-            times = speedup(results, one, OVER_OWN) or f"{rate / base:.2f}x"
-            words.append(f"{label(*one)} {times} ({rate:.1f} tokens/s)")
+            times = IN_OWN.told(results, one) or f"{rate / base:.2f}x"
+            dense = results.value(*one, DENSE_OWN)
+            over = f" over {dense:.1f} in turn" if dense else ""
+            words.append(f"{label(*one)} {times} ({rate:.1f}{over} tokens/s)")
     if not words:
         return ""
     return (

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from ao_lab.intervals import is_noise
-from ao_lab.measure.times import NOISY, SPREAD
+from ao_lab.measure.times import SPREAD
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE, IN_MEMORY
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.models.serving import DENSE, LARGEST, LEAST, OVER, PEAK, SPEEDUP
 from experiments.ptq.real import DENSE_LAYERS
 from experiments.report.content import Card, Drawing, Section, Table
+from experiments.report.in_turn import InTurn
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import (
     CHANGE,
@@ -32,6 +33,7 @@ from experiments.report.real_runs import (
 )
 from experiments.report.results import Results, failures, family, number
 
+IN_TURN = InTurn("tokens/s", DENSE, SPEEDUP, LEAST, LARGEST)
 #: Below this change of the loss, in nats, plots are linear.
 LINEAR = 0.01
 #: Of a model's file, how many linear layers it has.
@@ -129,25 +131,19 @@ def serving(run: RealRun) -> Table:
             cells = [megabytes(one) for one in (size, memory, peak)]
             dense = number(run.whole.value(setting, method, DENSE), 1)
             name = named(run, method)
-            lines.append([name, setting, number(speed, 1), dense, speedup(run, setting, method), *cells])
+            lines.append(
+                [name, setting, number(speed, 1), dense, IN_TURN.told(run.whole, (setting, method)), *cells]
+            )
     columns = ["scheme", "setting", "tokens/s", "dense in turn (tokens/s)", "speedup"]
     columns += ["size (MB)", "memory over the weights (MB)", "peak memory (MB)"]
     caption = (
         f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
-        f"they are more than {SPREAD:g}x apart; speeds without one were timed alone and do not compare; "
+        f"they are more than {SPREAD:g}x apart, or the dense model was so much slower than beside others; "
+        "speeds without one were timed alone and do not compare; "
         "size: of the files; peak memory: weights as they are in memory, where float32 scales may take more, and the most that "
         f"tensors took beside them{threads_of(run.whole)}"
     )
     return Table(caption, columns, lines, run.whole.rows)
-
-
-def speedup(run: RealRun, setting: str, method: str) -> str:
-    """How much faster than the dense model in turn, and whether its rounds disagree; "" where it was timed alone."""
-    found = [run.whole.value(setting, method, metric) for metric in (SPEEDUP, LEAST, LARGEST)]
-    middle, low, high = found
-    if middle is None or low is None or high is None:
-        return ""
-    return f"{middle:.2f}x{NOISY * (high > SPREAD * low)}"
 
 
 def drawing(run: RealRun) -> Drawing | None:

@@ -1,6 +1,7 @@
 """`ao-lab reproduce decode --model DIR`: small checkpoints end to end, the loop beside generate(), and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from ao_lab.measure import memory
 from ao_lab.measure.memory import by_transformers
 from experiments.data import texts
 from experiments.decode import real
-from experiments.decode.real import OwnLoop
-from experiments.decode.real_page import real_findings, real_sections
+from experiments.decode.real import DENSE_OWN, OwnLoop
+from experiments.decode.real_page import IN_OWN, real_findings, real_sections
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.models import causal_lm
 from experiments.models.causal_lm import linears, of_folder
+from experiments.report.real_runs import real_runs
+from experiments.report.results import Results
 from tests.support.models.hf_models import ARCHITECTURES, save_lm
 
 pytest.importorskip("transformers")
@@ -172,3 +175,29 @@ def test_what_is_no_model_is_refused(folder, tmp_path, monkeypatch, capsys, chan
         only = ("int9wo",)
     assert reproduce(given, tmp_path, *only, patch=monkeypatch)[0] == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_rates_stand_beside_the_dense_models_in_turn(rows):
+    """One pair of numbers for each ratio, on the page and in the finding; a dense model that was slower makes it noisy."""
+    (section,) = real_sections(rows)
+    table = section.tables[1]
+    (line,) = [dict(zip(table.columns, one, strict=True)) for one in table.lines if one[0] == "ours: int8wo"]
+    found = values([row for row in rows if row.setting == "ours"], "batch 1", "int8wo")
+    for name, metric in ((", own loop", "own loop"), ("", "generate()")):
+        rate = found[f"tokens/s, {metric}, bfloat16 in turn"]
+        assert line[f"bfloat16 in turn{name} (tokens/s)"] == f"{rate:.1f}"
+    assert (
+        f"({found['tokens/s, own loop']:.1f} over {found[DENSE_OWN]:.1f} in turn tokens/s)"
+        in real_findings(rows)[0]
+    )
+    results = real_runs(rows)[0].texts["batch 1"]
+    calm = [replace(row, value=2.0) for row in results.rows if row.metric.startswith(IN_OWN.speedup)]
+    rates = [
+        replace(row, value=(50.0 if row.metric == DENSE_OWN else 100.0))
+        for row in results.rows
+        if row.metric in (DENSE_OWN, IN_OWN.rate) and row.method == "int8wo"
+    ]
+    others = [replace(row, method="other", value=80.0) for row in rates if row.metric == DENSE_OWN]
+    line = ("ours", "int8wo")
+    assert IN_OWN.told(Results([*calm, *rates]), line) == "2.00x"
+    assert IN_OWN.told(Results([*calm, *rates, *others]), line) == "2.00x (noisy)"
