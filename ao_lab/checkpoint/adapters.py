@@ -100,18 +100,26 @@ def save_adapter(
 def adapter_card(config: Mapping[str, Any], layers: Layers) -> str:
     """README.md of a folder of adapters: the base model, and by which schemes its weights were quantized in training."""
     base = config["base_model_name_or_path"]
-    named = span(base_name(base)) if base else "a base model without a name"
-    counted = Counter(multiplied(layers).values())
+    called = span(base_name(base)) if base else "a base model without a name"
+    layers_of: dict[str, list[str]] = {}
+    for name, recipe in multiplied(layers).items():
+        layers_of.setdefault(recipe, []).append(name)
     beside = "\n".join(
-        f"- {span(recipe)}: {count} layer{'s' * (count > 1)}" for recipe, count in counted.items()
+        f"- {span(recipe)}: {len(names)} layer{'s' * (len(names) > 1)} ({kinds_of(names)})"
+        for recipe, names in layers_of.items()
     )
     return (
-        f"# LoRA adapters for {named}\n\nTrained with ao_lab beside weights of {named} in:\n\n{beside}\n\n"
+        f"# LoRA adapters for {called}\n\nTrained with ao_lab beside weights of {called} in:\n\n{beside}\n\n"
         "adapter_config.json names the base model alone, and PEFT loads the adapters beside its weights as they are there, "
         "without a warning where these are not quantized so. Beside other weights outputs differ from those in training: "
         "quantize the base by the same configuration first, or load the folder into which it was saved so.\n\n"
         f"{WRITTEN}{__version__}.\n"
     )
+
+
+def kinds_of(names: Iterable[str]) -> str:
+    """The last parts of layers' names, each once."""
+    return ", ".join(span(end) for end in sorted({name.rpartition(".")[2] for name in names}))
 
 
 def adapted(model: nn.Module) -> Layers:

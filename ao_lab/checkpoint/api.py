@@ -81,7 +81,7 @@ from ao_lab.checkpoint.plain_readers import (
     with_own_scales,
 )
 from ao_lab.checkpoint.records import KEY, Records, Stored, taken_scales, whole_weights, without_spare_biases
-from ao_lab.checkpoint.save_checks import check_finished, unwrapped
+from ao_lab.checkpoint.save_checks import check_finished, check_quantized, unwrapped
 from ao_lab.config.recipe import Recipe
 from ao_lab.kv_cache import KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
@@ -190,11 +190,7 @@ def write_model(
     check_model(model)
     model = unwrapped(model)
     check_finished(model)
-    if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise ValueError(
-            "the model has no quantized weights; call quantize_ first (model.save_pretrained saves one that is not quantized, "
-            "after convert_from_training_ one that trains in low precision)"
-        )
+    check_quantized(model, "model.save_pretrained saves")
     if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
         raise ValueError(f"{empty[:5]} are on the meta device, without values; load them first")
     settings = settings_text(model)

@@ -6,7 +6,7 @@ parametrization computes a weight from others: saved as plain tensors, each woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -53,15 +53,37 @@ def check_finished(model: nn.Module) -> None:
             found.setdefault(reason, []).append(name or "the model itself")
     for name, reason in _stopped(model):
         found.setdefault(reason, []).append(name)
-    if found:
-        told = "; ".join(f"{shorten(names)}: {reason}" for reason, names in found.items())
-        raise ValueError(f"the model cannot be saved as it is. {told}")
+    _refuse(found)
     _check_state(model)
 
 
-def _unfinished(module: nn.Module) -> str | None:
-    """Why a module's weights are not what it computes with; None where they are."""
-    kind = type(module)
+def check_program(model: nn.Module) -> None:
+    """ValueError with the names of layers in training, whose programs no runtime has, and the step that finishes them."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if (reason := _in_training(module)) is not None:
+            found.setdefault(reason, []).append(name or "the model itself")
+    _refuse(found)
+
+
+def check_quantized(model: nn.Module, dense: str) -> None:
+    """ValueError for a model without quantized weights. dense: what writes one that is not quantized."""
+    if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        raise ValueError(
+            f"the model has no quantized weights; call quantize_ first ({dense} one that is not quantized, "
+            f"after convert_from_training_ one that trains in low precision)"
+        )
+
+
+def _refuse(found: Mapping[str, Sequence[str]]) -> None:
+    """ValueError of names of layers by reasons, where there are any."""
+    if found:
+        told = "; ".join(f"{shorten(names)}: {reason}" for reason, names in found.items())
+        raise ValueError(f"the model cannot be saved as it is. {told}")
+
+
+def _in_training(module: nn.Module) -> str | None:
+    """Why a layer is to be converted first; None where it is not in training, nor watched."""
     if isinstance(module, LoRALinear):
         apart = "or ao_lab.save_adapter(model, folder), which writes them alone, as peft does"
         return f"adapters on a frozen weight; step='convert' merges them: {CONVERT}; {apart}"
@@ -71,6 +93,14 @@ def _unfinished(module: nn.Module) -> str | None:
         return f"prepared for quantization-aware training; step='convert' quantizes it: {CONVERT}"
     if watches(module):
         return "its inputs are watched; finish with quantize_ and step='convert' (or forward_loop=)"
+    return None
+
+
+def _unfinished(module: nn.Module) -> str | None:
+    """Why a module's weights are not what it computes with; None where they are."""
+    kind = type(module)
+    if (reason := _in_training(module)) is not None:
+        return reason
     # Of convolutions an architecture may have its own (Wav2Vec2): readers build them too.
     if isinstance(module, (nn.Linear, nn.Embedding)) and (reason := _computed(module)) is not None:
         return reason

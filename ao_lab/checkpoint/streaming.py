@@ -40,6 +40,7 @@ from ao_lab.quantization.api import (
     quantize_,
     required_observers,
 )
+from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, QuantizationPlan, planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Filter, Progress
@@ -102,6 +103,7 @@ def quantize_pretrained(
     fill(model, folder, loading)
     keep_report(model, plan)
     keep_configuration(model, config)
+    warn_of_undivided(plan, config)
     return model
 
 

@@ -80,6 +80,7 @@ class Calibration:
         from ao_lab.cli.layout import check_layers
         from ao_lab.measure.folders import by_transformers, check_language_model
         from ao_lab.quantization.api import quantize_
+        from ao_lab.quantization.groups import told_elsewhere
 
         say_phase = progress or (lambda word, done, total: None)
         say_phase("loading the model", 0, 0)
@@ -94,7 +95,8 @@ class Calibration:
             options |= {"offload": True, "device": self.device or "cpu"}
         else:
             model = model.to(self.device or "cpu")
-        quantize_(model, config, accepts, methods=methods, progress=progress, **options)
+        with told_elsewhere():
+            quantize_(model, config, accepts, methods=methods, progress=progress, **options)
         return model.to("cpu")
 
     def batches(self, source: Path, model: Any) -> list[dict[str, Any]]:

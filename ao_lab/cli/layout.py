@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 ASK = "give --layout ao_lab, a layout that transformers loads after `import ao_lab`"
-#: Groups below this one store more for scales than for elements of few bits, and are not proposed.
-SMALLEST_GROUP = 8
 #: How many layers are named, and how many --skip options are proposed.
 MOST = 3
 
@@ -61,8 +59,10 @@ class SelectedLayout:
         check_layers(source, model)
         from ao_lab.checkpoint.api import obstacles
         from ao_lab.quantization.api import quantize_
+        from ao_lab.quantization.groups import told_elsewhere
 
-        report = quantize_(model, self.config, accepts)
+        with told_elsewhere():
+            report = quantize_(model, self.config, accepts)
         accepts.check()
         plan = replace(self, undivided=undivided_note(report.layers, self.config))
         found = obstacles(model) if self.layout == COMPRESSED else []
@@ -128,16 +128,16 @@ def readers_of(layout: str, target: Path) -> str:
 
 def undivided_note(layers: Sequence[Layer], config: Config) -> str:
     """How many layers stay dense because the groups of a configuration do not divide them, and the option that changes it."""
-    from ao_lab.quantization.plan import UNDIVIDED, undivided_layers
+    from ao_lab.quantization.groups import UNDIVIDED, undivided_layers
 
     linear = {one.name: one for one in layers if one.changed or UNDIVIDED.search(one.reason)}
-    size, told = undivided_layers(
+    sizes, told = undivided_layers(
         {name: (one.shape, "" if one.changed else one.reason) for name, one in linear.items()}
     )
-    if not told or size < SMALLEST_GROUP:
+    if not told or not sizes:
         return told
     has_option = any(one.name == "group_size" for one in fields(config))
-    way = f"--option group_size={size}" if has_option else f"a scheme with groups of {size}"
+    way = f"--option group_size={sizes[0]}" if has_option else f"a scheme with groups of {sizes[0]}"
     return f"{told}; {way} quantizes all of them"
 
 
@@ -365,7 +365,7 @@ class SkippedLayers:
 
     def told(self, layer: Layer) -> str:
         """A report's reason in the words of the command line."""
-        from ao_lab.measure.configurations import PADDING
+        from ao_lab.quantization.groups import without_groups
         from ao_lab.transforms.plan import PYTHON_ADVICE
 
         skipped = self.names(layer.name.rpartition(".")[0])
@@ -373,7 +373,7 @@ class SkippedLayers:
         refused = f"{layer.kind}: {kinds}"
         if skipped:
             refused = f"--skip {skipped[0]}" if self.given else "left unquantized by default with --sparsity"
-        reason = layer.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]
+        reason = without_groups(layer.reason.partition(PYTHON_ADVICE)[0])
         return reason.replace("accepted by filter_fn", layer.kind).replace("refused by filter_fn", refused)
 
     def check_in(self, model: nn.Module) -> None:

@@ -286,12 +286,14 @@ def check_groups(source: Path, config: Config, name: str) -> None:
 def loaded(source: Path, config: Config, accepts: SkippedLayers, progress: Progress | None) -> Any:
     """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
     from ao_lab.checkpoint.streaming import quantize_pretrained
+    from ao_lab.quantization.groups import told_elsewhere
 
     transformers = needed("transformers")
 
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
     hide_progress()
-    return quantize_pretrained(source, config, accepts, progress=progress)
+    with told_elsewhere():
+        return quantize_pretrained(source, config, accepts, progress=progress)
 
 
 @contextmanager

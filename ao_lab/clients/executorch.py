@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.io.files import refuse_folders, staged
-from ao_lab.clients.integers import check_float32
+from ao_lab.clients.programs import check_exported, without_cache
 from ao_lab.config.recipe import Recipe, numerics
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
@@ -38,21 +38,21 @@ WAY_OUT = (
 def export_executorch(model: nn.Module, args: Sequence[Any], path: str | Path) -> Path:
     """Export a model as a program (.pte) that ExecuTorch runs on a CPU with XNNPACK.
 
-    model: float32, in evaluation mode; linear layers unquantized, or symmetric int4 (groups of a multiple of 32, or per
+    model: float32, in evaluation mode; linear layers, all or some, symmetric int4 (groups of a multiple of 32, or per
     channel) or int8 (per channel) with dynamic int8 activations with a zero point per token. args: inputs of one call, of the
     shapes and dtypes that the program takes.
 
-    TypeError for anything but a module; ValueError, with the layer and what would work, for any other quantized weight, and for
-    other dtypes.
+    TypeError for anything but a module; ValueError, with the layer and what would work, for any other quantized weight, for
+    other dtypes, and for a model in training or without quantized weights.
     """
     check_model(model)
-    check_float32(model)
+    check_exported(model, "to_edge_transform_and_lower of executorch writes")
     xnnpack = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     exir = needed("executorch.exir")
     path = Path(path)
     refuse_folders([path])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _as_torchao(model), warnings.catch_warnings(), torch.no_grad():
+    with _as_torchao(model), without_cache(model), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, tuple(args))
         lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])

@@ -1,20 +1,11 @@
-"""What programs are exported from: float32 models, and stored integers as signed codes, scales and zero points by blocks of a
-given size, nibbles."""
+"""Stored integers as other programs have them: signed codes, scales and zero points by blocks of a given size, nibbles."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 import reference
 from reference import Quantized
-
-
-def check_float32(model: nn.Module) -> None:
-    """ValueError, with the name, for a parameter of another floating-point dtype."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != torch.float32:
-            raise ValueError(f"{name} is {parameter.dtype}; export a float32 model: model.float()")
 
 
 def check_integers(q: Quantized, way_out: str) -> None:
@@ -75,14 +66,13 @@ def by_block(q: Quantized, values: torch.Tensor, size: int) -> torch.Tensor:
 
 def nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Codes below 16 as bytes along the last axis, even places low; an odd end is filled with 0."""
-    codes = nn.functional.pad(codes, (0, codes.shape[-1] % 2)).to(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 __all__ = [
     "block_size",
     "by_block",
-    "check_float32",
     "check_integers",
     "nibbles",
     "one_scale_a_row",

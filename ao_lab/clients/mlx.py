@@ -19,6 +19,7 @@ from torch import nn
 from ao_lab.checkpoint.configuration import configuration_of
 from ao_lab.checkpoint.io.files import save_file, staged
 from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
+from ao_lab.checkpoint.save_checks import check_finished, check_quantized
 from ao_lab.clients.integers import block_size, by_block, check_integers, nibbles, scales_of, signed_codes
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
@@ -49,12 +50,15 @@ def save_mlx(model: nn.Module, folder: str | Path) -> MlxFolder:
     of a multiple of 32, or MXFP4 and MXFP8 E4M3. Scales and biases are float32. MX values are bitwise equal; integers are
     within two float32 roundings of `dequantize`, since mlx adds a bias instead of subtracting a zero point.
 
-    TypeError for anything but a module; ValueError, before anything is written, for other weights, with what would work.
+    TypeError for anything but a module; ValueError, before anything is written, for other weights, for a model in training and
+    one without quantized weights, with what would work.
     """
     check_model(model)
     config = configuration_of(model)
     if not config:
         raise ValueError("save_mlx takes a model of transformers, whose configuration mlx-lm reads")
+    check_finished(model)
+    check_quantized(model, "mlx_lm.convert writes")
     refuse_residuals(model, "the format of mlx-lm")
     linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     tensors, modes = {}, {}

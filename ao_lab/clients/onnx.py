@@ -36,13 +36,13 @@ from ao_lab.checkpoint.io.files import refuse_folders, staged
 from ao_lab.clients.integers import (
     block_size,
     by_block,
-    check_float32,
     check_integers,
     nibbles,
     one_scale_a_row,
     scales_of,
     signed_codes,
 )
+from ao_lab.clients.programs import check_exported, without_cache
 from ao_lab.config.recipe import numerics
 from ao_lab.install.extras import needed
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
@@ -74,24 +74,24 @@ def export_onnx(
 ) -> OnnxFile:
     """Export a model as an ONNX file (opset 21) for onnxruntime, and for OpenVINO if it has the operators.
 
-    model: float32, in evaluation mode, the weights of its linear layers (N, K) quantized or not. args, kwargs: inputs of one
-    call, of any shape and dtype; dynamic_shapes, input_names, output_names: as for `torch.onnx.export`. Weights over 2 GB are
-    stored in a second file.
+    model: float32, in evaluation mode, the weights of its linear layers (N, K) quantized, all or some. A language model of
+    transformers is exported without its cache. args, kwargs: inputs of one call, of any shape and dtype; dynamic_shapes,
+    input_names, output_names: as for `torch.onnx.export`. Weights over 2 GB are stored in a second file.
 
     Integers become MatMulNBits with the same values, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
     int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for anything but a
-    module; ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other
-    dtypes.
+    module; ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, for other
+    dtypes, and for a model in training or without quantized weights.
     """
     check_model(model)
-    check_float32(model)
+    check_exported(model, "torch.onnx.export writes")
     onnx, _ = needed("onnx"), needed("onnxscript")
     path = Path(path)
     refuse_folders([path])
     path.parent.mkdir(parents=True, exist_ok=True)
     names = {"input_names": input_names, "output_names": output_names}
     options: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
-    with _as_operators(model) as exported, warnings.catch_warnings(), torch.no_grad():
+    with _as_operators(model) as exported, without_cache(model), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program: Any = torch.onnx.export(
             exported, tuple(args), kwargs=dict(kwargs or {}), dynamo=True, opset_version=OPSET, verbose=False,

@@ -259,18 +259,16 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: Group sizes that most checkpoints have.
+USUAL_GROUPS = (128, 64, 32)
 #: Lengths that a message names.
 MOST_LENGTHS = 6
 
 
 def largest_group(block: int, lengths: Collection[int]) -> int:
-    """The largest power of two of at most `block` that divides all lengths."""
+    """The largest power of two that divides all lengths, up to `block`, or 32 where that is less."""
     common = gcd(*lengths)
-    return min(common & -common, 1 << block.bit_length() - 1)
-
-
-#: Group sizes that most checkpoints have.
-USUAL_GROUPS = (128, 64, 32)
+    return min(common & -common, 1 << max(block, USUAL_GROUPS[-1]).bit_length() - 1)
 
 
 def usual_group(block: int, lengths: Collection[int]) -> int:
@@ -281,8 +279,8 @@ def usual_group(block: int, lengths: Collection[int]) -> int:
 
 def undividing(block: int, lengths: Collection[int]) -> str:
     """That groups of `block` divide none of the lengths of layers' inputs (one for each layer), and what to use instead: the
-    largest power of two below it that divides all, one scale per row where that is less than 8; before it the usual group that
-    divides most, where that is larger."""
+    `largest_group`, one scale per row where that is less than 8; before it the usual group that divides most, where that is
+    larger."""
     common, shown = gcd(*lengths), sorted(set(lengths))
     size, usual = largest_group(block, lengths), usual_group(block, lengths)
     way = (

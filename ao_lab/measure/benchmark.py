@@ -70,6 +70,7 @@ from ao_lab.measure.turns import (
     with_threads,
 )
 from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.groups import told_elsewhere
 from ao_lab.quantization.report import explain
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, is_transposed, tied_layers
@@ -193,7 +194,8 @@ def state_of(device: str) -> dict[str, Any]:
 
 
 def _quantize(module: nn.Module, config: Any) -> None:
-    quantize_(module, config)
+    with told_elsewhere():
+        quantize_(module, config)
 
 
 def shape_of(given: Sequence[int]) -> Shape:

@@ -81,6 +81,7 @@ from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, o
 from ao_lab.measure.times import FAILED, OK, crowded, differing, drift_of, speedup_of
 from ao_lab.measure.turns import timed_threads, with_threads
 from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.groups import told_elsewhere
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear
 from reference.arrays.namespace import choice
@@ -475,7 +476,8 @@ class Work:
         reads = observes(config) or any(one.calibrates for one in self.methods)
         device = next(base.parameters()).device
         given = [{"input_ids": ids.to(device)} for ids in self.batches or ()] if reads else None
-        report = quantize_(model, config, calibration=given, methods=tuple(self.methods))
+        with told_elsewhere():
+            report = quantize_(model, config, calibration=given, methods=tuple(self.methods))
         return model, reasons_of(report)
 
     @torch.no_grad()

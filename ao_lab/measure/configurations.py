@@ -22,6 +22,7 @@ from ao_lab.install.extras import WrongInput, wrong_input
 from ao_lab.measure.asked import as_fields
 from ao_lab.measure.evaluate import fingerprint, name_of
 from ao_lab.measure.folders import check_folder, fields_of, windows_for
+from ao_lab.quantization.groups import without_groups
 from ao_lab.transforms.plan import PYTHON_ADVICE, TIED
 from reference import Scheme
 
@@ -159,8 +160,6 @@ def made_from(config: object) -> str:
 SHARED = TIED.partition("{}")[0]
 #: The beginning of a reason that names a layer's shape.
 SHAPE = re.compile(r"^shape \([^)]*\): ")
-#: Where the advice begins of a reason that blocks do not divide a layer.
-PADDING = "; pad the tensor"
 
 
 def reasons_of(report: Any) -> dict[str, int]:
@@ -174,5 +173,5 @@ def reasons_of(report: Any) -> dict[str, int]:
         and "Embedding" not in one.kind
         and not one.reason.startswith(SHARED)
     )
-    reasons = (SHAPE.sub("", one.reason.partition(PYTHON_ADVICE)[0].partition(PADDING)[0]) for one in kept)
+    reasons = (SHAPE.sub("", without_groups(one.reason.partition(PYTHON_ADVICE)[0])) for one in kept)
     return dict(Counter(reasons).most_common())

@@ -42,6 +42,7 @@ from ao_lab.qat.lora import (
 )
 from ao_lab.qat.starts import calibrated_starts
 from ao_lab.quantization.api import Call, calibrated, keep_report, report_of, required_observers, transform
+from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, Change, QuantizationPlan, planned
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -110,6 +111,7 @@ def prepare_qat(call: Call) -> Report:
     if adapted:
         freeze_rest(model, (c.config.lora for c in adapted))  # type: ignore[attr-defined]
     keep_report(model, plan)
+    warn_of_undivided(plan, call.config)
     warn_of_saved_state(model, ADDED, "step='prepare'")
     warn_of_saved_training(model, "QAT")
     return report_of(model)

@@ -71,6 +71,8 @@ from ao_lab.transforms.layers import (
     offloaded,
     quantizable_parameters,
     refuse_offloaded,
+    routers,
+    tied_layers,
 )
 from ao_lab.transforms.plan import Device, Filter, selection
 from ao_lab.transforms.training_records import warn_of_saved_training
@@ -468,7 +470,8 @@ def _select_layers(
     model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
 ) -> tuple[list[Place], dict[str, str]]:
     """The layers that a configuration means and can have, and why the others are as they are; ValueError for a bad state."""
-    decide = selection(config, filter_fn)
+    # As `quantize_` does without a filter: adapters belong beside the layers that it quantizes.
+    decide = selection(config, filter_fn, routers(model), tied_layers(model))
     selected: list[Place] = []
     reasons = known_reasons(model)
     for slot in quantizable_parameters(model):

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from ao_lab.config.base import Config, FqnToConfig, Observer
+from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
 from ao_lab.tensor.chunked import quantized_weight
@@ -228,6 +229,7 @@ def quantize_weights(call: Call) -> Report:
         keep_report(model, plan)
     report = report_of(model)
     warn_of_slower(report, (name for change in changed for name in change.places))
+    warn_of_undivided(plan, call.config)
     return report
 
 

@@ -7,8 +7,7 @@ does not take a weight raises, as do filters and patterns that match nothing.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,8 +17,9 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.config.base import Config, FqnToConfig, kind_of
-from ao_lab.config.recipe import Recipe, changed_recipe, largest_group, undividing
+from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.gemm.select import select_kernel
+from ao_lab.quantization.groups import undivided, with_groups
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, quantized
@@ -190,7 +190,7 @@ def _entered(plan: QuantizationPlan, config: Config, slot: Slot, check: Checks) 
     if config.sparsity is not None:
         _check_sparse(full, parameter, recipe, axis, transposed, reason)
     if reason is not None:
-        return reason
+        return with_groups(reason, config)
     change = plan.changes.setdefault(id(parameter), Change(config, recipe, transposed, axis))
     if (change.recipe.weight, change.axis, change.transposed) != (recipe.weight, axis, transposed):
         names = " and ".join([*change.places, full])
@@ -259,37 +259,6 @@ def _nothing(plan: QuantizationPlan, matched: int) -> str:
     ]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
-
-
-#: The reason of a weight whose blocks do not divide it: its elements along the axis, and the block.
-UNDIVIDED = re.compile(r"(\d+) elements are not divisible by the block size (\d+)")
-
-
-def undivided_layers(layers: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[int, str]:
-    """Of layers (shape, reason; "" for quantized ones) how many stay dense because blocks do not divide their inputs, and what
-    has to be said of it: how many of how many, and the largest block that divides the inputs of all; (0, "") where none does.
-    """
-    found = {name: UNDIVIDED.search(reason) for name, (_, reason) in layers.items()}
-    left = {name: one for name, one in found.items() if one is not None}
-    blocks = {int(one[2]) for one in left.values()}
-    if len(blocks) != 1:
-        return 0, ""
-    block = blocks.pop()
-    lengths = {int(one[1]) for one in left.values()}
-    size = largest_group(block, {*lengths, *(shape[-1] for shape, reason in layers.values() if not reason)})
-    shown = ", ".join(map(str, sorted(lengths)))
-    told = f"{len(left)} of {len(layers)} layers stay unquantized: groups of {block} do not divide their inputs ({shown})"
-    return size, told
-
-
-def undivided(reasons: Sequence[str]) -> str:
-    """Why blocks of one size divide the inputs of no layer, and what to use instead; "" for other reasons."""
-    found = [UNDIVIDED.search(one) for one in reasons]
-    numbers = {(int(one[1]), int(one[2])) for one in found if one is not None}
-    blocks = {block for _, block in numbers}
-    if None in found or len(blocks) != 1:
-        return ""
-    return undividing(blocks.pop(), [int(one[1]) for one in found if one is not None])
 
 
 # Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.

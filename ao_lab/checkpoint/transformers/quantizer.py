@@ -51,6 +51,7 @@ from ao_lab.quantization.api import (
     preshuffle,
     required_observers,
 )
+from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, linear_and_experts, shorten
@@ -302,6 +303,7 @@ class Job:
         preshuffle(model)
         keep_report(model, plan)
         keep_configuration(model, self.config)
+        warn_of_undivided(plan, self.config)
 
 
 def tied_to_tables(model: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:

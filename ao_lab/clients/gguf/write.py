@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.save_checks import check_finished, check_quantized
 from ao_lab.clients.gguf.architectures import (
     Architecture,
     architecture_of,
@@ -67,13 +68,15 @@ def save_gguf(
     nearest, and with it a head that shares its weight; the model is not changed. Default: in its dtype.
 
     TypeError for anything but a module. ValueError, before anything is written, for a scheme without a GGUF block, quantized
-    activations (llama.cpp rounds them by its own rules), a rotation, another architecture, and a tokenizer of another kind; it
-    says which and what would work.
+    activations (llama.cpp rounds them by its own rules), a rotation, another architecture, a tokenizer of another kind, a
+    model in training and one without quantized weights; it says which and what would work.
     """
     check_model(model)
     gguf = needed("gguf")
     config: Any = getattr(model, "config", None)
     arch = architecture_of(config)
+    check_finished(model)
+    check_quantized(model, "convert_hf_to_gguf.py of llama.cpp writes")
     refuse_residuals(model, "GGUF")
     state = _state(model)
     if embedding is not None:

@@ -16,12 +16,12 @@ INT4 = ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32))
 IDS = torch.arange(24).reshape(2, 12)
 
 
-def llama():
+def llama(**more):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **more)).eval()
 
 
 def attention(module, name):
@@ -55,6 +55,7 @@ def test_peft_reads_them(tmp_path):
     assert sorted(file.name for file in files) == sorted(file.name for file in tmp_path.iterdir())
     card = (tmp_path / "README.md").read_text()
     assert "Trained with ao_lab beside weights of `owner/base` in:\n\n- `int4" in card
+    assert ": 4 layers (`q_proj`, `v_proj`)\n" in card
     config = json.loads(files[0].read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 12, ["q_proj", "v_proj"])
     assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", "owner/base")
@@ -72,6 +73,20 @@ def test_peft_reads_them(tmp_path):
                 merged.get_submodule(name).weight += layer.lora.factor * layer.lora_b @ layer.lora_a
         on_dense = peft.PeftModel.from_pretrained(dense, tmp_path)(IDS).logits
         assert closest(on_dense, merged(IDS).logits)
+
+
+def test_without_a_filter_they_are_of_the_layers_that_quantize_takes(tmp_path):
+    """A tied head has no adapter: PEFT on `quantize_(model, base)` has the outputs of training, bit for bit."""
+    peft = pytest.importorskip("peft")
+    net, base = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
+    report = quantize_(net, QATConfig(INT4, lora=LoRA(4, alpha=8, dtype=torch.float32)))
+    assert "that of model.embed_tokens" in next(one.reason for one in report.layers if "head" in one.name)
+    assert net.lm_head.weight is net.model.embed_tokens.weight
+    save_adapter(trained(net), tmp_path)
+    quantized = quantize_(base, INT4).changed
+    assert {one.name for one in quantized} == {one.name for one in report.changed}
+    with torch.no_grad():
+        assert torch.equal(peft.PeftModel.from_pretrained(base, tmp_path)(IDS).logits, net(IDS).logits)
 
 
 def test_they_come_back(tmp_path):

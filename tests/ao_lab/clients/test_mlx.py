@@ -32,6 +32,11 @@ REFUSED = {
         "mxfp4_g64 is no integer",
     ),
     "e5m2": (SchemeConfig(scheme="mxfp8_e5m2"), "mxfp8_e5m2 is no integer"),
+    "in training": (
+        ao_lab.QATConfig(SchemeConfig(scheme="int4_g32"), step="prepare"),
+        "prepared for quantization-aware training; step='convert'",
+    ),
+    "dense": (None, r"no quantized weights; call quantize_ first \(mlx_lm.convert writes one"),
 }
 
 
@@ -42,7 +47,8 @@ def model_of(config, tied=False):
     }  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).eval().requires_grad_(False)
-    ao_lab.quantize_(model, SchemeConfig(scheme=config) if isinstance(config, str) else config)
+    if config is not None:
+        ao_lab.quantize_(model, SchemeConfig(scheme=config) if isinstance(config, str) else config)
     return model
 
 

@@ -176,6 +176,15 @@ REFUSED = {
         "weights are int8_rowwise or",
     ),
     "blocks": (SchemeConfig(scheme="int4_g8"), "blocks of ONNX are 16, 32, 64, 128, 256 elements"),
+    "in training": (
+        ao_lab.QATConfig(SchemeConfig(scheme="int4_g32"), step="prepare"),
+        "0: prepared for quantization-aware training; step='convert'",
+    ),
+    "adapters": (
+        ao_lab.QATConfig(SchemeConfig(scheme="int4_g32"), step="prepare", lora=ao_lab.LoRA(2)),
+        "0: adapters on a frozen weight; step='convert' merges them",
+    ),
+    "dense": (None, r"no quantized weights; call quantize_ first \(torch.onnx.export writes one"),
 }
 
 
@@ -183,12 +192,29 @@ REFUSED = {
 def test_what_has_no_operator_is_refused_and_nothing_is_written(case, tmp_path):
     config, message = REFUSED[case]
     model = nn.Sequential(nn.Linear(64, 32)).eval()
-    ao_lab.quantize_(model, config)
+    if config is not None:
+        ao_lab.quantize_(model, config)
     layer = model[0]
     with pytest.raises(ValueError, match=message):
         export_onnx(model, (torch.ones(2, 64),), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
     assert model[0] is layer
+
+
+def test_a_language_model_is_exported_without_its_cache(tmp_path):
+    """As it was given, its configuration using a cache; and it does so afterwards."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    ao_lab.quantize_(model, SchemeConfig(scheme="int4_g32"))
+    ids = torch.arange(6)[None]
+    file = export_onnx(model, (ids,), tmp_path / "model.onnx")
+    assert file.operators == {"MatMulNBits": 8}
+    assert model.config.use_cache
+    (logits,) = ort.InferenceSession(file.path).run(None, {"input_ids": ids.numpy()})
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    assert np.abs(logits - wanted).max() < 2**-14 * np.abs(wanted).max()
 
 
 class Twice(nn.Linear):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import ao_lab
 import reference
 from ao_lab import (
     FqnToConfig,
@@ -128,6 +129,28 @@ def test_a_filter_that_matches_nothing_raises():
         quantize_(nn.ReLU(), Int8WeightOnlyConfig())
 
 
+def test_most_layers_left_by_groups_is_a_warning():
+    """One, with groups that divide all, in the words of the configuration; none where the half or more is quantized."""
+
+    def net(*lengths):
+        return nn.Sequential(*(nn.Linear(length, 8) for length in lengths))
+
+    said = (
+        r"^quantize_: 2 of 3 layers stay unquantized: groups of 128 do not divide their inputs \(576, 960\); "
+    )
+    with pytest.warns(UserWarning, match=f"{said}group_size=64 or 32 quantizes all of them$"):
+        report = quantize_(net(128, 576, 960), Int4WeightOnlyConfig())
+    assert report.left[0].reason.endswith("by the block size 128 along axis 1; use group_size=64 or 32")
+    grouped = ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(128))
+    for lora in (None, ao_lab.LoRA(4)):
+        config = ao_lab.QATConfig(grouped, step="prepare", lora=lora)
+        with pytest.warns(
+            UserWarning, match=rf"{said}PerGroup\(64\) or PerGroup\(32\) quantizes all of them$"
+        ):
+            quantize_(net(128, 576, 960), config)
+    quantize_(net(128, 576), Int4WeightOnlyConfig())
+
+
 def test_shapes_that_blocks_do_not_divide_are_left_and_said():
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 100))
     report = quantize_(model, Int4WeightOnlyConfig(group_size=64))
@@ -146,6 +169,10 @@ def test_shapes_that_blocks_do_not_divide_are_left_and_said():
         match=r"no layer \(96, 200\); use group_size=32, which fits 2 of 3 layers; for all of them use group_size=8$",
     ):
         quantize_(nn.Sequential(*layers), Int4WeightOnlyConfig(group_size=128))
+    with pytest.raises(
+        ValueError, match=r"groups of 7 divide the inputs of no layer \(576\); use group_size=32$"
+    ):
+        quantize_(nn.Linear(576, 8), Int4WeightOnlyConfig(group_size=7))
     with pytest.raises(
         ValueError, match=r"groups of 4 divide the inputs of no layer \(9\); use one scale per row"
     ):

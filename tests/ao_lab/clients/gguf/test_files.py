@@ -41,6 +41,13 @@ def model_of(kind="llama", scheme="int8_g32_f16", dtype=torch.float32, **fields)
     return model
 
 
+def prepared(model):
+    """The model in step "prepare"."""
+    half = ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32), scale_dtype=torch.float16)
+    ao_lab.quantize_(model, ao_lab.QATConfig(half, step="prepare"))
+    return model
+
+
 def values(model):
     """Every tensor's float32 values."""
     state = model.state_dict(keep_vars=True)
@@ -157,9 +164,9 @@ def test_types_of_a_file_are_said(tmp_path):
 
 def test_types_without_a_scheme_are_read_as_values_and_named(tmp_path):
     """A file of another program with a matrix in Q6_K."""
-    model = model_of("qwen2", None, hidden_size=256, intermediate_size=256)
-    ao_lab.save_gguf(model, tmp_path / "dense.gguf")
-    reader = gguf.GGUFReader(tmp_path / "dense.gguf")
+    model = model_of("qwen2", hidden_size=256, intermediate_size=256)
+    ao_lab.save_gguf(model, tmp_path / "plain.gguf")
+    reader = gguf.GGUFReader(tmp_path / "plain.gguf")
     writer = gguf.GGUFWriter(tmp_path / "mixed.gguf", "qwen2")
     for key, field in reader.fields.items():
         if key.startswith("qwen2."):
@@ -190,9 +197,9 @@ REFUSED = {
         lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32)),
         "GGUF is written for llama, mistral, qwen2, qwen3, not for 'gpt2'",
     ),
-    "window": (lambda: model_of("mistral", None, sliding_window=32), "no sliding window, and this model's is 32"),
+    "window": (lambda: model_of("mistral", sliding_window=32), "no sliding window, and this model's is 32"),
     "rope": (
-        lambda: model_of(scheme=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+        lambda: model_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
         "rope_type 'linear' of this llama",
     ),
     "activation": (
@@ -201,6 +208,8 @@ REFUSED = {
         ) and None) or m,
         "inputs in int8_rowwise: llama.cpp rounds inputs by its own rules",
     ),
+    "dense": (lambda: model_of(scheme=None), "no quantized weights; call quantize_ first .convert_hf_to_gguf.py of llama.cpp"),
+    "in training": (lambda: prepared(model_of(scheme=None)), "prepared for quantization-aware training; step='convert'"),
 }  # fmt: skip
 
 
