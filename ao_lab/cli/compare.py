@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,21 +232,27 @@ def configuration(text: str) -> Any:
 
 
 def as_written(source: Path, configs: dict[str, Any], layout: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The configurations that `ao-lab quantize` writes for a layout, and what each was changed in, where it was."""
+    """The configurations that `ao-lab quantize` writes for a layout, and what each was changed in, where it was. What does not
+    fit the model is said, before a weight is read; WrongInput where none fits."""
     from ao_lab.cli.layout import SkippedLayers, select_layout
 
-    written, changes = dict(configs), dict[str, str]()
+    written, changes, misfits = dict(configs), dict[str, str](), dict[str, str]()
     for name, config in configs.items():
         if isinstance(config, Path):
             continue
         plan = select_layout(config, name, layout)
-        if plan.changes and (source / "config.json").is_file():
-            # What does not fit the model is said in its row.
-            with suppress(ValueError):
-                plan = plan.for_model(source, SkippedLayers(None))
+        try:
+            plan = plan.for_model(source, SkippedLayers(None))
+        except ValueError as error:
+            misfits[name] = str(error).removeprefix("quantize_: ")
         written[name] = plan.config
         if plan.changes:
             changes[name] = "; ".join(plan.changes)
+    if misfits and len(misfits) == len(configs):
+        # Before anything is measured beside which nothing would stand.
+        raise WrongInput("; ".join(f"{name}: {why}" for name, why in misfits.items()))
+    for name, why in misfits.items():
+        say(f"{name} will have failed: {why}")
     return written, changes
 
 

@@ -117,6 +117,15 @@ class Compared:
         return half_interval(self.difference_stderr, self.windows)
 
     @property
+    def percent(self) -> tuple[float, float] | None:
+        """By how many percent the perplexity is higher than the unquantized model's, and half of its 95% interval (0 without
+        one); its ends are those of `difference_interval`, in the middle between which the change need not lie."""
+        if self.difference is None:
+            return None
+        change = 100 * math.expm1(min(self.difference, 700.0))
+        return change, (self.half_difference or 0.0) * (100 + change)
+
+    @property
     def difference_interval(self) -> tuple[float, float] | None:
         """The 95% interval of the paired difference from the unquantized model."""
         half = self.half_difference
@@ -153,15 +162,15 @@ def clients_of(layout: str, refused: str = "") -> str:
 
 #: Columns of the table; those in which nothing was measured are left out, and columns of tasks stand behind.
 COLUMNS = (
-    "configuration", "layers", "layout", "MB", "bits/param", "perplexity", "95% interval", "loss change", "KL", "tokens/s",
-    "baseline tokens/s", "speedup", "peak MB",
+    "configuration", "layers", "layout", "MB", "bits/param", "perplexity", "95% interval", "perplexity change", "loss change",
+    "KL", "tokens/s", "baseline tokens/s", "speedup", "peak MB",
 )  # fmt: skip
 #: Those of the two tables of a terminal; how many letters fit there, and how long a name is, at most and at least.
-LOSSES = ("MB", "perplexity", "loss change", "KL")
+LOSSES = ("MB", "perplexity", "perplexity change", "KL")
 COSTS = ("layers", "bits/param", "tokens/s", "baseline tokens/s", "speedup", "peak MB")
 WIDTH, NARROW, NARROWER = 80, 28, 16
 #: Short names of columns there.
-SHORT = {"baseline tokens/s": "baseline"}
+SHORT = {"baseline tokens/s": "baseline", "perplexity change": "change"}
 #: By how many percent a configuration's perplexity may be known to be higher at most, where it is to be called best.
 TOLERANCE = 1.0
 #: So many times its vocabulary is a perplexity that tells nothing; models that are not trained have about once.
@@ -315,8 +324,14 @@ class Comparison:
         if found is None:
             return f"No best configuration: {why}." if why else ""
         loss = rounded(found.difference, found.half_difference, sign=True)
+        none = f"None surely loses no more than {self.tolerance:g}% of perplexity (--tolerance)"
+        head = (
+            f"Best: {found.name} ({why}; --tolerance)"
+            if worst(found) <= math.log1p(self.tolerance / 100)
+            else f"{none}; {found.name} loses least for sure"
+        )
         told = (
-            f"Best: {found.name} ({why}; --tolerance): {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, "
+            f"{head}: {(found.bytes or 0) / 1e6:.3g} MB, loss {loss} nats per token, "
             f"perplexity at most {100 * math.expm1(min(worst(found), 700.0)):+.3g}%."
         )
         return f"{told} {self._of_readers(found)}".rstrip()
@@ -349,9 +364,9 @@ class Comparison:
             *self.layouts(),
             *self.left(),
             *(f"{row.name}: {row.differs}." for row in self.rows if row.differs),
-            f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {host_of(told)}. loss change: nats per "
-            f"token over the unquantized model; {MEANING} (Student's t over windows). KL: of predictions from the "
-            "unquantized model's. MB: of the tensors in the files that save_pretrained writes, 10^6 bytes.",
+            f"{told['text']}, {told['windows']} windows of {told['length']} tokens, on {host_of(told)}. change: of the "
+            f"perplexity, on the same windows; {MEANING} (Student's t). KL: from the unquantized model's predictions. "
+            "MB: 10^6 bytes of files.",
             *self._of_tasks(),
             *self._of_speed(),
             *self._of_methods(),
@@ -382,13 +397,14 @@ class Comparison:
             return []
         peak = any(row.peak_bytes is not None for row in self.rows)
         used = {(row.threads, row.all_threads) for row in self.rows if row.threads and row.all_threads}
-        threads = "".join(f", {told_threads(count, every)}" for count, every in sorted(used))
+        # That all threads are one says nothing beside that fewer than all were better.
+        fewer = {count for count, every in used if count < every}
+        shown = [(count, every) for count, every in sorted(used) if count < every or count not in fewer]
+        threads = "".join(f", {told_threads(count, every)}" for count, every in shown)
         return [
-            "bits/param: bits of the files over all parameters, embeddings too. tokens/s: generate(), batch 1, "
-            f"{generate_of(told)}, not compiled{threads}; baseline: of the unquantized model, timed in turn; speedup: over the "
-            "baseline, the median of the rounds' ratios, which need not be the ratio of the two columns."
-            + " peak MB: weights as they are in memory, and the most that tensors of generate() took beside them."
-            * peak
+            "bits/param: of the files, embeddings too. tokens/s: generate(), batch 1, "
+            f"{generate_of(told)}, not compiled{threads}; baseline: the unquantized model, in turn; speedup: the median of "
+            "the rounds' ratios, not that of the columns." + " peak MB: weights and generate()." * peak
         ]
 
     def changed(self) -> list[str]:
@@ -505,6 +521,7 @@ def _cells(row: Compared) -> list[str]:
         _text("{:.2f}", row.bits_per_parameter),
         _text("{:.4g}", row.perplexity),
         _text("{:.4g} to {:.4g}", *(row.interval or (None, None))),
+        "-" if row.percent is None else rounded(*row.percent, sign=True, unit="%"),
         rounded(row.difference, row.half_difference, sign=True),
         rounded(row.kl, half_interval(row.kl_stderr, row.windows)),
         "-" if row.tokens_per_second is None else digits(row.tokens_per_second),

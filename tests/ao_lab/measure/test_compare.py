@@ -111,6 +111,18 @@ def test_layers_that_stay_are_counted_with_the_reason(folder):
     assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))).left() == [note]
 
 
+def test_what_fits_no_layer_is_said_before_anything_is_measured(folder, monkeypatch, capsys):
+    monkeypatch.setattr("ao_lab.measure.compare.compare", lambda *_, **__: pytest.fail("measured"))
+    base = ["compare", str(folder / "base")]
+    assert main([*base, "Int4WeightOnlyConfig group_size=511"]) == 2
+    assert (
+        "groups of 511 divide the inputs of no layer (128, 256); use group_size=" in capsys.readouterr().err
+    )
+    with pytest.raises(pytest.fail.Exception):
+        main([*base, "Int4WeightOnlyConfig group_size=511", "nf4"])
+    assert "group_size=511 will have failed: groups of 511" in capsys.readouterr().err
+
+
 def test_what_cannot_be_applied_says_why(found):
     row = found[0].rows[-1]
     # A message for users needs no name of a class or a function, and ends with a whole word.
@@ -542,7 +554,10 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     )
     assert Comparison("m", tuple(rows), CONDITIONS, tolerance=5.0).choice[0] is rows[4]
     assert Comparison.from_dict(Comparison("m", tuple(rows), {}, 5.0).to_dict()).tolerance == 5.0
-    assert "Best: c (none surely loses no more than 1%" in Comparison("m", (rows[0], *rows[3:]), {}).best
+    least = Comparison("m", (rows[0], *rows[3:]), {}).best
+    assert least.startswith(
+        "None surely loses no more than 1% of perplexity (--tolerance); c loses least for sure: "
+    )
     few = Comparison("m", (rows[0], compared("a", 0.0, 0.1, 40, windows=7)), CONDITIONS)
     assert few.best.startswith("No best configuration: 7 windows cannot tell; measure 8 or more")
     assert Comparison("m", (rows[0],), CONDITIONS).best == ""
