@@ -120,7 +120,7 @@ def command(
     device: OnDevice = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare configurations on a model of your own: perplexity with its interval, KL divergence, size, speed and memory."""
+    """Compare configurations on a model of your own: perplexity and its change (95% interval), KL, size, speed, memory."""
     from ao_lab.cli.early import (
         COMPARISON,
         check_counts,

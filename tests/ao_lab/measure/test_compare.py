@@ -555,6 +555,10 @@ def test_which_is_best_is_said_as_far_as_windows_tell():
     assert Comparison("m", tuple(rows), CONDITIONS, tolerance=5.0).choice[0] is rows[4]
     assert Comparison.from_dict(Comparison("m", tuple(rows), {}, 5.0).to_dict()).tolerance == 5.0
     least = Comparison("m", (rows[0], *rows[3:]), {}).best
+    head, *lines = found.tables()[0]
+    assert [line[head.index("change")] for line in lines] == [
+        "-", "+0.23 ± 0.24%", "+0.01 ± 0.24%", "+1.01 ± 0.24%", "+0.1 ± 2.4%",
+    ]  # fmt: skip
     assert least.startswith(
         "None surely loses no more than 1% of perplexity (--tolerance); c loses least for sure: "
     )
