@@ -79,6 +79,7 @@ from ao_lab.checkpoint.plain_readers import (
     unsupported_reasons,
     with_dequantizing,
     with_own_scales,
+    with_row_groups,
 )
 from ao_lab.checkpoint.records import KEY, Records, Stored, taken_scales, whole_weights, without_spare_biases
 from ao_lab.checkpoint.save_checks import check_finished, check_quantized, unwrapped
@@ -88,7 +89,7 @@ from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, re
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.layers import check_model, is_untied, rounded_buffers
+from ao_lab.transforms.layers import check_model, is_untied, rounded_buffers, shorten
 from ao_lab.transforms.low_rank import unplaced_residuals, with_residuals
 from ao_lab.transforms.training_records import write_training
 from reference.arrays.namespace import choice
@@ -435,9 +436,9 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
     if not reasons:
         packed = [path for path, packed in bare.items() if packed]
         reasons += unsupported_reasons(model, list(bare), packed, is_untied(model))
-        reasons += _flat(model, layers, stored)
     if reasons:
         return None
+    layers = _with_row_groups(model, layers, stored)
     try:
         dense = ignored(model, named, sorted(linears - set(layers)))
         described_layers = quantization_config(layers, dense, heads(model))
@@ -475,29 +476,39 @@ TWO_AXES = (
 )
 
 
-def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stored: Stored) -> list[str]:
-    """Layers whose inputs have a scale for each token here and one for all in transformers; those not seen are a limit."""
+#: What is to be said of layers whose inputs have two axes, in a folder.
+ROW_GROUPS = (
+    "inputs of {} have two axes, of which transformers takes one per-token scale for all rows: config.json describes the scale "
+    "of a row as that of a group as long as the row, which is the same; vLLM lists no kernel for such groups"
+)
+
+
+def _with_row_groups(
+    model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stored: Stored
+) -> dict[str, tuple[str, Recipe, bool]]:
+    """The layers; where inputs with two axes have a scale for each token, which transformers would take for all of them, as
+    readers find it: of groups as long as a row. Layers not seen are a limit."""
     per_token = [
         path
         for path, (_, recipe, _) in layers.items()
         if recipe.activation and recipe.activation.scale.block == -1
     ]
-    if not per_token:
-        return []
-    found = flat_inputs(model, per_token)
+    found = flat_inputs(model, per_token) if per_token else ([], [])
     if found is None:
         stored.limits[TWO_AXES] = None
-        return []
+        return dict(layers)
     flat, unseen = found
     if unseen:
         told = f"{', '.join(unseen[:3])}{' and others' if len(unseen) > 3 else ''}"
         limit = f"tokens: a small input did not reach {told}: whether their inputs have two axes is unknown"
         stored.limits[limit] = stored.inexact[limit] = None
-    return [
-        f"{path}: its inputs have two axes, of which transformers takes one scale for all tokens, not one for each; leave it "
-        f"dense, quantize inputs PerTensor, or use layout='ao_lab'"
-        for path in flat
-    ]
+    if flat:
+        stored.limits[ROW_GROUPS.format(shorten(flat, 3))] = None
+    lengths = {path: int(model.get_submodule(path).in_features) for path in flat}  # type: ignore[arg-type]
+    return {
+        path: (name, with_row_groups(recipe, lengths[path]) if path in lengths else recipe, static)
+        for path, (name, recipe, static) in layers.items()
+    }
 
 
 def _own(model: nn.Module) -> Stored:

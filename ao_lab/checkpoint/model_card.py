@@ -446,7 +446,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
             _plainly(contents, weights, loader.name, name),
             *_before_generating(contents),
             *([f"I{ROUNDS_INPUTS[1:]}."] if any(weight.meta.recipe.activation for weight in weights) else []),
-            PLAIN_SPEED + ("" if _refused(weights) else SERVED),
+            PLAIN_SPEED + ("" if _refused(weights, contents.folder.path) else SERVED),
             VLLM,
             _served(contents, weights, name),
             "With ao_lab, which keeps the weights quantized in memory:",
@@ -569,18 +569,26 @@ def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
     if not is_served(contents.config):
         kind = architecture_of(contents.config) or "this model"
         return f"vLLM does not list {kind} among its models for text generation."
-    if refused := _refused(weights):
+    if refused := _refused(weights, contents.folder.path):
         return f"vLLM lists no kernel for {refused}."
     return code("sh", f"vllm serve {shlex.quote(one_line(name))}")
 
 
-def _refused(weights: Iterable[Weight]) -> str:
-    return "; ".join(sorted({refused for weight in weights if (refused := unserved(weight.meta.recipe))}))
+def _refused(weights: Iterable[Weight], folder: Path) -> str:
+    told = {refused for weight in weights if (refused := unserved(weight.meta.recipe))}
+    groups = (quantization_of(folder) or {}).get("config_groups")
+    inputs = (
+        [one.get("input_activations") or {} for one in groups.values()] if isinstance(groups, dict) else []
+    )
+    # Those of MX have bytes as scales.
+    if any(one.get("strategy") == "group" and not one.get("scale_dtype") for one in inputs):
+        told.add("inputs in groups, which stand for rows of inputs with two axes")
+    return "; ".join(sorted(told))
 
 
 def unserved_weights(folder: Path) -> str:
     """What vLLM lists no kernel for in a folder of layout compressed-tensors, in words; "" where it lists one for each."""
-    return _refused(records_of(look_at(folder)).weights.values())
+    return _refused(records_of(look_at(folder)).weights.values(), folder)
 
 
 __all__ = [

@@ -22,7 +22,8 @@ by the model of transformers that they lie in, a vision tower's for instance, an
 Of an input (batch, tokens, features) the strategy "token" finds a scale for each token. Of one with two axes (poolers,
 classifiers, OPT's feed-forward layers, shared experts) transformers finds one scale for all rows: each token's result
 depends on the others, later ones included, and no record of a layer can say so. `flat_inputs` runs the model once to find
-such layers.
+such layers. The strategy "group" finds a scale for each row of both kinds where a group is as long as a row
+(`with_row_groups`): so such layers are described. vLLM lists no kernel for that, and none of its tokens have three axes.
 """
 
 from __future__ import annotations
@@ -346,6 +347,15 @@ SAMPLES = 4000
 FORWARD_ERRORS = (
     RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError,
 )  # fmt: skip
+
+
+def with_row_groups(recipe: Recipe, length: int) -> Recipe:
+    """The recipe, its inputs with a scale for each group of `length` elements in place of one for each token, which is the same
+    for rows of that length; ValueError where it quantizes no inputs."""
+    inputs = recipe.activation
+    if inputs is None:
+        raise ValueError(f"{recipe} quantizes no inputs")
+    return replace(recipe, activation=replace(inputs, scale=replace(inputs.scale, block=length)))
 
 
 @dataclass

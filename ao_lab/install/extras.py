@@ -28,6 +28,7 @@ EXTRAS = {
     "jax": ("jax", "jaxlib"),
     "models": ("transformers", "gguf", "accelerate"),
     "titan": ("torchtitan",),
+    "train": ("transformers", "accelerate", "peft"),
     # Last: the others name transformers and gguf.
     "clients": ("transformers", "gguf", "onnx", "onnxscript", "onnxruntime"),
 }

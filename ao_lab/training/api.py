@@ -123,9 +123,9 @@ def convert_for_training_(
     """Let linear layers of `model` train in low precision by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a
     record.
 
-    filter_fn(module, name) selects modules. Default: all nn.Linear except routers and adapters of PEFT, and (unless `experts`
-    is False) modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's
-    grouped matmuls.
+    filter_fn(module, name) selects modules. Default: all nn.Linear except routers and adapters of PEFT, a head that is tied to
+    the embedding included (`quantize_` leaves it), and (unless `experts` is False) modules of batched experts: parameters with
+    three axes, in modules of transformers and in those that call torch's grouped matmuls.
     Modules, parameters, names and hooks stay the same: checkpoints load both ways, and optimizers need no change. Layers whose
     dimensions the recipe does not support, and subclasses of nn.Linear, are left and listed with the reason; layers prepared
     for QAT (without learned scales) first round their operands and then train with the recipe. Other modules with matrices

@@ -28,7 +28,7 @@ from tests.ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
 from tests.ao_lab.config.test_every_config import ARGUMENTS
 from tests.ao_lab.quantization.test_models import MODELS
 
-# Layers whose inputs have two axes: transformers finds one scale for all their tokens, so their export is refused.
+# Layers whose inputs have two axes: transformers finds one scale for all their tokens, unless groups as long as a row have one.
 
 pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,8 @@ def linears(model):
 @pytest.mark.parametrize(
     ("make", "flat"), [(opt, ["fc1", "fc2"]), (classifier, ["bert.pooler.dense", "classifier"])]
 )
-def test_flat_layers_are_found_and_refused(make, flat, tmp_path):
+def test_flat_layers_are_found_and_described_by_groups(make, flat, tmp_path):
+    """Their tokens have scales of their own in plain transformers, too."""
     model = make().train()
     inner = [name for name in linears(model) if name != "lm_head"]
     found, unseen = flat_inputs(model, inner)
@@ -67,13 +68,17 @@ def test_flat_layers_are_found_and_refused(make, flat, tmp_path):
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
     quantize_(model, CONFIG, lambda module, name: name in inner)
-    with pytest.raises(ValueError, match=r"its inputs have two axes.*PerTensor"):
-        save_pretrained(model, tmp_path / "a", layout="compressed-tensors")
-    with pytest.warns(UserWarning, match="two axes"):
-        assert save_pretrained(model, tmp_path / "b").layout == "ao_lab"
-    kept = make()
-    quantize_(kept, CONFIG, lambda module, name: name in inner and name not in found)
-    assert save_pretrained(kept, tmp_path / "c").layout == "compressed-tensors"
+    saved = save_pretrained(model.eval(), tmp_path)
+    assert saved.layout == "compressed-tensors"
+    assert any("two axes" in limit and found[0] in limit for limit in saved.limits)
+    assert any("two axes" in line for line in (tmp_path / "README.md").read_text().splitlines())
+    again = load_pretrained(tmp_path)
+    read = type(model).from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 3], [90, 2, 4]])
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert torch.equal(again(ids).logits, wanted)
+        assert torch.equal(read(ids).logits, wanted)
 
 
 @pytest.mark.parametrize(

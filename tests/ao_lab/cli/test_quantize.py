@@ -470,7 +470,6 @@ LACKING = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}, "float32"),
     "llama": ("LlamaForCausalLM", SIZES, "float32"),
     "experts": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}, "bfloat16"),
-    "vit": ("ViTForImageClassification", {**SEEN, "patch_size": 14}, "bfloat16"),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {"text_config": SIZES, "vision_config": {**SEEN, "patch_size": 14}, "mm_tokens_per_image": 4},
@@ -482,7 +481,6 @@ REASONS = [
     ("gpt2", "Int8WeightOnlyConfig", "transformer.h.0.attn.c_attn.weight and 3 more: it is not the weight of an nn.Linear", ""),
     ("llama", "mxfp4", "in bfloat16, and the model is saved in float32", ""),
     ("experts", "Float8DynamicActivationFloat8WeightConfig", "quantizes none of their inputs", "--skip experts"),
-    ("vit", "Int8DynamicActivationInt8WeightConfig", "classifier: its inputs have two axes", "--skip classifier"),
     ("gemma3", "Int8WeightOnlyConfig", "SiglipVisionModel initializes a Linear by weights", "--skip model.vision_tower"),
 ]  # fmt: skip
 

@@ -51,6 +51,7 @@ def test_a_clone_and_a_wheel_are_installed_differently(tmp_path):
         ("torchao", "ao"),
         ("gguf", "models"),
         ("accelerate", "models"),
+        ("peft", "train"),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, name, extra):
