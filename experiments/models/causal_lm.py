@@ -14,7 +14,8 @@ import copy
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.terminal import WrongInput
 from ao_lab.eval import Sums, exponential, measured
+from ao_lab.install.extras import needed
 from ao_lab.measure.folders import check_vocabulary, encoder, longest
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.low_rank import FACTORS, residual_layers
@@ -194,8 +196,21 @@ def windows_for(
     return [token_windows(text, encode, length, count, beginning) for text in texts]
 
 
+@contextmanager
+def one_sequence_each() -> Iterator[None]:
+    """transformers does not look whether positions are of several sequences packed into one, for which an eager forward waits
+    for the GPU before its first layer. Of windows they never are: what it would find is None."""
+    masks: Any = needed("transformers.masking_utils")
+    look = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda ids: look(ids) if torch.compiler.is_compiling() else None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = look
+
+
 class Uncached(nn.Module):
-    """A model's logits, without keys and values that nobody reads."""
+    """A model's logits of whole sequences, without keys and values that nobody reads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -203,7 +218,8 @@ class Uncached(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (batch, time, vocabulary)."""
-        logits: Tensor = self.model(ids, use_cache=False).logits
+        with one_sequence_each():
+            logits: Tensor = self.model(ids, use_cache=False).logits
         return logits
 
 

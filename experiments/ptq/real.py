@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ao_lab.config.base import SchemeConfig
+from ao_lab.measure.memory import synchronize
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.programs import problems
@@ -51,7 +52,7 @@ DENSE_LAYERS = "layers left dense"
 #: Of programming problems every so many-th is asked, by scale.
 EVERY = {"quick": 20, "full": 1}
 #: New tokens of `generate()`, by scale; rows tell them.
-NEW_TOKENS = {"quick": 8, "full": 16}
+NEW_TOKENS = {"quick": 8, "full": 12}
 #: Models of a task that packages carry, the smallest first, as parts of a run.
 PARTS: dict[str, tuple[str, ...]] = {
     part: tuple(one.name for one in sorted(RECORDS, key=lambda one: one.parameters) if one.task == task)
@@ -138,7 +139,9 @@ def measure(
         started = time.perf_counter()
         dense = task.method == bench.baseline
         model = bench.base if dense else quantized(bench, task, whole=settings.asked is None)
-        values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
+        synchronize(torch.device(settings.device))
+        seconds = time.perf_counter() - started
+        values = {**sizes(model), "time to quantize": (seconds, "s")}
         if left := 0 if dense else dense_layers(model):
             values[DENSE_LAYERS] = (left, "")
         with torch.no_grad():

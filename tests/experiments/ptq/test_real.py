@@ -295,6 +295,24 @@ def test_predictions_are_remembered_up_to_a_limit():
     assert model.calls == 1 + 3
 
 
+def test_a_forward_of_windows_does_not_wait(folder, monkeypatch):
+    """Its logits are those of the model."""
+    model = causal_lm.load(causal_lm.of_folder(folder), "cpu")
+    ids, waits = torch.arange(8)[None] % 5, []
+    with torch.inference_mode():
+        wanted = model(ids, use_cache=False).logits
+        for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__float__"):
+            read = getattr(torch.Tensor, name)
+            monkeypatch.setattr(
+                torch.Tensor, name, lambda x, read=read, name=name: waits.append(name) or read(x)
+            )
+        found = Uncached(model)(ids)
+        assert waits == []
+        assert torch.equal(found, wanted)
+        model(ids, use_cache=False)
+        assert waits == ["__bool__"], "transformers looks again"
+
+
 def test_ids_that_lie_where_known_ones_do_are_not_waited_for(monkeypatch):
     class Logits(torch.nn.Module):
         def forward(self, ids, use_cache):
