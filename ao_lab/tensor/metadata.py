@@ -200,7 +200,7 @@ def for_products(t: Weight) -> Weight:
 def read_preshuffled(weights: Sequence[Weight]) -> list[bool]:
     """Of each weight whether `for_products` makes it another one; where values decide the host waits once for all weights."""
     asked = [place for place, t in enumerate(weights) if _may_be_preshuffled(t)]
-    reasons = stored_reasons(weights[place].quantized for place in asked)
+    reasons = stored_reasons(weights[place].quantized for place in asked) if asked else []
     taken = {place for place, reason in zip(asked, reasons, strict=True) if reason is None}
     return [place in taken for place in range(len(weights))]
 
