@@ -137,7 +137,7 @@ SCHEMES = (
     "nvfp4, inputs nvfp4",
     "mxfp4_rceil, inputs mxfp4_rceil",
 )
-WHOLE = "generate/full/llama-3.1-8b-32-layers"
+WHOLE, QUARTER = (f"generate/full/llama-3.1-8b-{layers}-layers" for layers in (32, 8))
 GENERATED = {
     "int4 g128": "int4, groups of 128",
     "int4 g128, prepared": "int4, after `prepare_for_generate_`",
@@ -352,15 +352,20 @@ def other_winners(table: str) -> str:
 
 
 def generation() -> str:
-    """Tokens per second of `generate()` over those of bfloat16."""
-    lines = []
-    for name, words in GENERATED.items():
-        cells = [
-            value("generate", WHOLE, f"batch {batch}, compiled", name, "speed over bfloat16")
-            for batch in (1, 16)
+    """Tokens per second of `generate()` over those of bfloat16, of all layers and of a quarter of them, by batch."""
+    columns = {
+        f"{layers} layers, batch {batch}": (table, f"batch {batch}, compiled")
+        for layers, table, batches in ((32, WHOLE, (1, 16)), (8, QUARTER, (1, 16, 64)))
+        for batch in batches
+    }
+    lines = [
+        [
+            words,
+            *(times(value("generate", *place, name, "speed over bfloat16")) for place in columns.values()),
         ]
-        lines.append([words, *(times(cell) for cell in cells)])
-    return markdown(["weights", "batch 1", "batch 16"], lines)
+        for name, words in GENERATED.items()
+    ]
+    return markdown(["weights", *columns], lines)
 
 
 def bits(entry: Entry) -> str:

@@ -60,7 +60,9 @@ HEADER = {
 #: What people search for, by the page that answers first: main entries of its index, which the search ranks above other words.
 SEARCHED = {
     "faq": ("why is my model not faster", "model not faster", "slower than bfloat16", "why is it slow"),
-    "choose": ("laptop", "which configuration"),
+    "choose": ("laptop", "which configuration", "4-bit 8B", "which 4-bit weights"),
+    "limits": ("slower than torchao", "worse than torchao", "behind torchao"),
+    "guides/attention": ("FP8 attention 128k", "long context"),
     "guides/formats": (
         "custom format",
         "custom scheme",

@@ -177,7 +177,7 @@ def gap_drawing(where: Where, gaps: Results) -> Drawing:
     figures = dots_twice(
         [f"{method}, {setting}" for setting, method in lines],
         {metric: [one and one.mean for one in values] for metric, values in found.items()},
-        f"gap to bfloat16 (%); light line: 0, dark line: the margin of {MARGIN}%",
+        f"gap to bfloat16 (%); thin line: 0, thick line: the margin of {MARGIN}%",
         errors={metric: [one and one.half for one in values] for metric, values in found.items()},
         base=MARGIN,
         height=0.1 + 0.09 * len(metrics),

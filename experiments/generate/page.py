@@ -7,7 +7,8 @@ compiled for eight layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ao_lab.measure.turns import REPEAT
 from experiments.generate.run import (
@@ -72,6 +73,8 @@ ABOUT = (
     "The model of one layer shows the Python overhead of transformers' own loop, which no quantization removes.",
 )
 FEATURED = (
+    "generate-by-batch-full",
+    "generate-by-batch-full-nvidia-h100-80gb-hbm3",
     "generate-llama-3.1-8b-32-layers-full",
     "generate-llama-3.1-8b-32-layers-full-nvidia-h100-80gb-hbm3",
 )
@@ -108,7 +111,8 @@ STAND_IN = (
     "**A proxy model**: one tiny layer on a CPU, whose times mean nothing; a check that all of it runs.",
 )
 COLUMNS = {
-    TIME: ("ms", 3), f"{TIME}, 20%": ("20% (ms)", 3), f"{TIME}, 80%": ("80% (ms)", 3), SPEED: ("over bfloat16", 2),
+    TIME: ("ms", 3), f"{TIME}, 20%": ("20% (ms)", 3), f"{TIME}, 80%": ("80% (ms)", 3),
+    SPEED: ("over bfloat16 (median of rounds)", 2),
     RATE: ("tokens/s", 1), WARM: ("warm-up (s)", 1), CHANGE: ("change of logits", 3),
     COMPILED_CHANGE: ("by compiling", 3),
 }  # fmt: skip
@@ -174,11 +178,22 @@ def cards(rows: Sequence[Row]) -> list[Card]:
 
 
 def main_finding(rows: Sequence[Row]) -> str:
-    """The whole model, and eight layers beside torchao's in one process, both compiled."""
-    names, setting = ("int4 g128", "int8"), f"batch 1, {COMPILED}"
+    """int4 by batch, of the whole model and of eight layers, and eight layers beside torchao's in one process; all compiled."""
     beside = ("int4 g128", "torchao int4wo", "int8", "torchao int8wo")
-    found = [said_of(rows, WHOLE, setting, names), said_of(rows, DEPTH, f"{setting}, beside torchao", beside)]
-    return f"batch 1, compiled, over bfloat16: {'; '.join(filter(None, found))}" if any(found) else ""
+    found = [*(of_batches(rows, layers) for layers in (WHOLE, DEPTH))]
+    found += [said_of(rows, DEPTH, f"batch 1, {COMPILED}, beside torchao", beside)]
+    return f"compiled, over bfloat16: {'; '.join(filter(None, found))}" if any(found) else ""
+
+
+def of_batches(rows: Sequence[Row], layers: int) -> str:
+    """int4's speeds of so many layers by batch, on the last device that timed them; "" of none."""
+    run = best_run({where: one for where, one in timed(rows) if where.data == Stage(layers, "").data})
+    known = {
+        batch: run[1].value(f"batch {batch}, {COMPILED}", "int4 g128", SPEED) if run else None
+        for batch in (1, 16, 64)
+    }
+    words = [f"{speed:.2f} at batch {batch}" for batch, speed in known.items() if speed is not None]
+    return f"int4 g128, {layers} layers ({run[0].device}) {', '.join(words)}" if run and words else ""
 
 
 def said_of(rows: Sequence[Row], layers: int, setting: str, names: Sequence[str]) -> str:
@@ -186,7 +201,7 @@ def said_of(rows: Sequence[Row], layers: int, setting: str, names: Sequence[str]
     run = best_run({where: one for where, one in timed(rows) if where.data == Stage(layers, "").data})
     found = {name: run[1].value(setting, name, SPEED) for name in names} if run else {}
     words = [f"{name} {speed:.2f}" for name, speed in found.items() if speed is not None]
-    return f"{layers} layers ({run[0].device}) {', '.join(words)}" if run and words else ""
+    return f"{layers} layers at {setting} ({run[0].device}) {', '.join(words)}" if run and words else ""
 
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
@@ -247,8 +262,84 @@ def unsteady(where: Where, results: Results, setting: str) -> str:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One for each model on each device."""
-    return [section(where, results) for where, results in foremost(by_run(rows, KIND).items())]
+    """Speeds by batch, then one for each model on each device."""
+    found = by_batch(rows)
+    drawings, tables = [one.drawing for one in found], [one.table for one in found]
+    batches = [Section("Speed over bfloat16, by batch", BY_BATCH, drawings, tables)] if found else []
+    return [*batches, *(section(where, results) for where, results in foremost(by_run(rows, KIND).items()))]
+
+
+#: What stands above the tables of speeds by batch.
+BY_BATCH = (
+    "**Each cell is of a table below**, over bfloat16 of that table: the median of the rounds in which all models were called "
+    "in turn. torchao's compiled models ran in tables of their own, beside bfloat16 again. Empty: not measured.",
+)
+#: Batches by whether steps are compiled, as settings begin, in the order of columns.
+BATCHES = tuple(f"batch {batch}, {how}" for how in (COMPILED, EAGER) for batch in (1, 16, 64))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The speeds of a device: where each column is read, by its name, and the runs."""
+
+    where: Where
+    columns: Mapping[str, tuple[Results, str]]
+    rows: Sequence[Row]
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[Where, Results]]) -> Batches:
+        """Of the runs of a device, without the model whose step is the host's."""
+        mine = [(where, one) for where, one in runs if where.data != Stage(LEAST, "").data]
+        columns = {
+            f"{layers_of(where)}, {setting}": (results, setting)
+            for where, results in mine
+            for setting in BATCHES
+            if any(beside_too(results, setting, one.name) is not None for one in METHODS)
+        }
+        return cls(runs[0][0], columns, [row for _, one in mine for row in one.rows if row.metric == SPEED])
+
+    @property
+    def lines(self) -> dict[str, list[float | None]]:
+        """The speeds of each model that has one."""
+        found = {one.name: [beside_too(*cell, one.name) for cell in self.columns.values()] for one in METHODS}
+        return {name: values for name, values in found.items() if any(one is not None for one in values)}
+
+    @property
+    def table(self) -> Table:
+        """A line for each model, a column for each number of layers and batch, the whole model first."""
+        lines = [[name, *(number(one, 2) for one in values)] for name, values in self.lines.items()]
+        return Table(f"{self.where.device}: batch 1, 16 and 64", ["model", *self.columns], lines, self.rows)
+
+    @property
+    def drawing(self) -> Drawing:
+        """The same as a figure."""
+        lines = {name: values for name, values in self.lines.items() if name != BASE.name}
+        figures = ratio_map_twice([*lines], [*self.columns], [*lines.values()], "speed over bfloat16")
+        caption = (
+            f"transformers' generate(), shapes of Llama-3.1-8B, {self.where.device}: speed over bfloat16 by batch; empty: not "
+            "measured."
+        )
+        return Drawing(f"generate-by-batch-{self.where.ending}", caption, *figures)
+
+
+def by_batch(rows: Sequence[Row]) -> list[Batches]:
+    """Those of each device that has columns, the last first."""
+    runs = foremost(timed(rows))
+    devices = dict.fromkeys(where.device for where, _ in runs)
+    found = [Batches.of([run for run in runs if run[0].device == device]) for device in devices]
+    return [one for one in found if one.columns]
+
+
+def layers_of(where: Where) -> str:
+    """How many layers a run's model has, as "8 layers"."""
+    return where.data.removeprefix("llama-3.1-8b-").replace("-", " ")
+
+
+def beside_too(results: Results, setting: str, method: str) -> float | None:
+    """A speed over bfloat16 at a setting, or at the same beside torchao, where torchao's compiled models are."""
+    found = [setting, *(one for one in results.settings if one.startswith(f"{setting}, beside"))]
+    speeds = (results.value(one, method, SPEED) for one in found)
+    return next((speed for speed in speeds if speed is not None), None)
 
 
 def foremost(runs: Iterable[tuple[Where, Results]]) -> list[tuple[Where, Results]]:
@@ -290,6 +381,14 @@ def calls_of(tables: Sequence[Measured]) -> str:
     return f"{calls} calls of {span([one.stage.new for one in tables])} tokens"
 
 
+def short_calls(tables: Sequence[Measured]) -> str:
+    """The same in a caption, where a number of tokens would be found by a search for a batch of so many: "12x64 tokens"."""
+    calls = span([one.stage.calls for one in tables])
+    if all(one.part == PREFILL for one in tables):
+        return f"{calls} calls"
+    return f"{calls}x{span([one.stage.new for one in tables])} tokens"
+
+
 def span(values: Sequence[int]) -> str:
     """Numbers as a range."""
     low, high = min(values), max(values)
@@ -304,11 +403,14 @@ def times_word(count: int) -> str:
 def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     """Speeds over bfloat16, methods by settings."""
     names = [one.name for one in METHODS if one is not BASE]
-    values = [[results.value(setting, name, SPEED) for setting in settings] for name in names]
-    figures = ratio_map_twice(names, settings, values, "speed over bfloat16")
+    order = [*BATCHES, *(one for one in settings if one not in BATCHES and ", beside" not in one)]
+    shown = [one for one in order if any(beside_too(results, one, name) is not None for name in names)]
+    values = [[beside_too(results, setting, name) for setting in shown] for name in names]
+    figures = ratio_map_twice(names, shown, values, "speed over bfloat16")
+    apart = any(", beside" in one for one in settings)
     return Drawing(
         f"generate-{where.data}-{where.ending}",
-        f"transformers' generate(), {where}: speed over bfloat16.",
+        f"transformers' generate(), {where}: speed over bfloat16{', torchao compiled in tables of its own' * apart}.",
         *figures,
     )
 
@@ -337,7 +439,7 @@ def setting_table(where: Where, results: Results, setting: str) -> Table:
 def caption(where: Where, results: Results, setting: str) -> str:
     """The setting; the calls of today's table; how far its time changed."""
     tables = [one for one in ALL_TABLES if (one.stage.data, one.setting) == (where.data, setting)]
-    notes = [calls_of(tables)] if tables else []
+    notes = [short_calls(tables)] if tables else []
     again = results.value(setting, BASE.name, REPEAT)
     changed = unsteady(where, results, setting)
     if again is not None:

@@ -283,13 +283,13 @@ class Card:
 
     @property
     def spread(self) -> str:
-        """Of a time how far its 20% and 80% quantiles lie from the median, as its table has them; nothing without both."""
+        """Of a time how far its 20% and 80% quantiles are from the median, as its table has them; nothing without both."""
         found = {row.metric: row.value for row in self.rows if row.line == self.row.line}
         for name in ("time", "time per token"):
             ends = [found.get(f"{name}, {share}") for share in SPREAD]
             low, high = (None if end is None else end / found[name] - 1 for end in ends)
             if low is not None and high is not None:
-                return f"{' to '.join(SPREAD)} of times: {100 * low:+.1f} to {100 * high:+.1f}%"
+                return f"most times lie {100 * low:+.1f} to {100 * high:+.1f}% from their median"
         return ""
 
     @property
@@ -298,7 +298,7 @@ class Card:
         if self.row.kernel:
             return kernels_of([self.row])
         timed = self.row.unit in (*TIMED, "ratio") and self.row.device != "cpu"
-        return "by the kernels of that day, which are not named" * timed
+        return "with the code of that commit: today's kernels may be faster or slower" * timed
 
 
 @dataclass(frozen=True)
@@ -473,7 +473,9 @@ def kernels_of(rows: Iterable[Row]) -> str:
     counts = Counter(states.values())
     other, unnamed = counts["other"], counts[UNNAMED]
     words = [f"{other} of {len(states)} lines with another kernel than is chosen today"] * bool(other)
-    words += [f"{unnamed} of {len(states)} lines do not name their kernel"] * bool(unnamed)
+    words += [f"{unnamed} of {len(states)} lines without the name of a kernel: today's may differ"] * bool(
+        unnamed
+    )
     return ", ".join(words) if words else "by the kernels that are chosen today" * bool(states)
 
 

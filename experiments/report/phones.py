@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.report.plots import END, NARROW, dots, narrow_ratio_map, ratio_map
+from experiments.report.plots import END, NARROW, dots, long_names, narrow_ratio_map, ratio_map
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,4 +42,4 @@ def ratio_map_twice(
     wide = ratio_map(rows, columns, values, label, xlabel, end)
     names = [textwrap.fill(name, BESIDE) for name in rows]
     heads = [name.replace(", ", ",\n") for name in columns]
-    return wide, narrow_ratio_map(names, heads, values, label, xlabel, end)
+    return wide, narrow_ratio_map(names, columns if long_names(heads) else heads, values, label, xlabel, end)

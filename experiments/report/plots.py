@@ -203,7 +203,7 @@ def dots(
     """One line per label that has a value, one marker per series, plus and minus one error; missing values leave a gap.
 
     base: where a vertical line marks the value to compare with. With errors series lie below each other within a line, so that
-    none hides another, and a light line marks 0.
+    none hides another, and a thin line marks 0.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
     width, height: of the figure and of a line, in inches. legend: how many series stand beside each other in it. written:
     whether each value stands at its marker, in the marker's colour.
@@ -252,9 +252,9 @@ def dots(
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
     if errors and axis.has_data():
-        axis.axvline(0, color="#aaaaaa", linewidth=0.8, zorder=0)
+        axis.axvline(0, color="#888888", linewidth=0.6, zorder=0)
     if base is not None and axis.has_data():
-        axis.axvline(base, color="#444444", linewidth=0.9)
+        axis.axvline(base, color="#444444", linewidth=1.8 if errors else 0.9)
     axis.set_xlabel(xlabel)
     if axis.has_data():
         axis.legend(
@@ -518,7 +518,8 @@ def ratio_map(
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
     lines without any value are left out. xlabel: what the columns are of. end: the ratio at the end of the colours."""
     rows, values = measured_lines(rows, values)
-    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), max(2.4, 1.2 + 0.24 * len(rows))))
+    height = max(2.4, 1.2 + 0.24 * len(rows)) + LETTER * long_names(columns)
+    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), height))
     image = draw_ratios(axis, rows, columns, values, end)
     axis.set_xlabel(xlabel)
     bar = figure.colorbar(image, ax=axis, pad=0.02)
@@ -542,7 +543,7 @@ def narrow_ratio_map(
     width = math.ceil(len(columns) / max(1, grids))
     starts = range(0, len(columns), width)
     tall = 0.05 + 0.15 * max((name.count("\n") + 1 for name in rows), default=1)
-    size = (3.6, len(starts) * (0.75 + tall * len(rows)))
+    size = (3.6, len(starts) * (0.75 + tall * len(rows) + LETTER * long_names(columns)))
     figure, axes = subplots(len(starts), 1, size)
     for axis, start in zip(axes, starts, strict=True):
         last = start + width
@@ -573,10 +574,21 @@ def draw_ratios(
     reach = math.log2(end)
     image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
     write_values(axis, values, DARK * reach)
-    axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    slanted = {"rotation": SLANT, "ha": "right", "rotation_mode": "anchor"} if long_names(columns) else {}
+    axis.set_xticks(range(len(columns)), columns, fontsize=7.5, **slanted)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
     return image
+
+
+#: Letters of a column's name that stand beside those of the next; degrees of longer ones, and inches that a letter adds then.
+BESIDE, SLANT, LETTER = 7, 50, 0.05
+
+
+def long_names(columns: Sequence[str]) -> int:
+    """Letters of the longest name of columns that do not fit beside each other; 0 where all do."""
+    longest = max((len(one) for name in columns for one in name.splitlines()), default=0)
+    return longest if longest > BESIDE else 0
 
 
 def write_values(axis: Axes, values: Sequence[Sequence[float | None]], dark: float) -> None:

@@ -135,7 +135,7 @@ def test_what_scrolls_sideways_says_so(show):
     page.wait_for_selector(".wide.more")
     width, inside = figure.evaluate("(box) => [box.clientWidth, box.scrollWidth]")
     assert width < 390 < inside
-    assert "swipe" in figure.evaluate("(box) => getComputedStyle(box, '::before').content")
+    assert "sideways" in figure.evaluate("(box) => getComputedStyle(box, '::before').content")
 
 
 def test_a_phone_shows_published_values_and_ours_with_their_devices(show):

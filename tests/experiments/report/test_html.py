@@ -501,7 +501,13 @@ def test_a_figure_for_a_phone_is_narrow_and_breaks_labels():
     wide, narrow = dots_twice(["int8 dynamic, int4 g32 weight, compiled"], {"ours": [1.0]}, "speed")
     assert narrow.get_figwidth() == NARROW < wide.get_figwidth()
     assert all("\n" in one.get_text() for one in narrow.axes[0].get_yticklabels())
+    long = [f"batch {batch}, not compiled, beside torchao" for batch in range(12)]
+    for figure in ratio_map_twice(["int4"], long, [[2.0] * len(long)], "speed"):
+        assert {label.get_rotation() for axis in figure.axes[:2] for label in axis.get_xticklabels()} >= {
+            plots.SLANT
+        }
     _, narrow = ratio_map_twice(["int4 g128, prepared and frozen"], ["1"], [[2.0]], "speed", end=16.0)
+    assert {label.get_rotation() for label in narrow.axes[0].get_xticklabels()} == {0.0}
     assert "\n" in narrow.axes[0].get_yticklabels()[0].get_text()
 
 
@@ -522,6 +528,6 @@ def test_a_card_says_how_times_spread_and_whose_kernels_they_are_of():
     }
     rows = [Row(**place, metric=name, value=value, unit=unit) for name, (value, unit) in values.items()]
     card = Card(rows[-1], "3x", "speed", "bfloat16", rows=rows)
-    assert card.spread == "20% to 80% of times: -5.0 to +25.0%"
-    assert card.kernels == "by the kernels of that day, which are not named"
+    assert card.spread == "most times lie -5.0 to +25.0% from their median"
+    assert card.kernels == "with the code of that commit: today's kernels may be faster or slower"
     assert Card(rows[-1], "3x", "speed", "bfloat16").spread == ""

@@ -57,7 +57,10 @@ def test_a_note_says_whether_kernels_are_those_of_today():
     assert note([same]) == f"{at}; by the kernels that are chosen today"
     slow = replace(other, method="int8")
     assert note([same, slow]) == f"{at}; 1 of 2 lines with another kernel than is chosen today"
-    assert note([replace(same, kernel="fused")]) == f"{at}; 1 of 1 lines do not name their kernel"
+    assert (
+        note([replace(same, kernel="fused")])
+        == f"{at}; 1 of 1 lines without the name of a kernel: today's may differ"
+    )
 
 
 def test_a_table_has_the_note_of_its_rows():
