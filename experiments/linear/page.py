@@ -35,7 +35,7 @@ from experiments.report.content import (
     readable,
 )
 from experiments.report.launched import FORMER
-from experiments.report.plots import narrow_ratio_map, ratio_map
+from experiments.report.ratio_maps import narrow_ratio_map, ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed, verdict_of
 

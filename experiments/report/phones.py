@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.report.plots import END, NARROW, dots, long_names, narrow_ratio_map, ratio_map
+from experiments.report.plots import NARROW, dots
+from experiments.report.ratio_maps import END, long_names, narrow_ratio_map, ratio_map
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +39,7 @@ def ratio_map_twice(
     xlabel: str = "",
     end: float = END,
 ) -> tuple[Figure, Figure]:
-    """`plots.ratio_map` of the values, and the same for a phone, its names broken into lines."""
+    """`ratio_maps.ratio_map` of the values, and the same for a phone, its names broken into lines."""
     wide = ratio_map(rows, columns, values, label, xlabel, end)
     names = [textwrap.fill(name, BESIDE) for name in rows]
     heads = [name.replace(", ", ",\n") for name in columns]

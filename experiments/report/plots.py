@@ -1,4 +1,4 @@
-"""Drawing: four kinds of figure in one style. Takes values, returns matplotlib figures; knows nothing of experiments.
+"""Drawing in one style; heat maps of ratios: `experiments.report.ratio_maps`. Takes values, returns figures; knows no experiment.
 
 Figures are SVG with their text as text and a fixed hash salt, so that the same rows give the same file. Every marker has a
 `<title>`, which browsers show under the pointer, without a script.
@@ -272,6 +272,18 @@ def note_of(axis: Axes, value: float, place: float, color: str) -> Any:
     )
 
 
+def measured_lines(
+    rows: Sequence[str], values: Sequence[Sequence[float | None]]
+) -> tuple[list[str], list[Sequence[float | None]]]:
+    """The lines of a grid that have a value; all where none has."""
+    kept = [
+        (name, line)
+        for name, line in zip(rows, values, strict=True)
+        if any(value is not None and not math.isnan(value) for value in line)
+    ] or list(zip(rows, values, strict=True))
+    return [name for name, _ in kept], [line for _, line in kept]
+
+
 def heatmap(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
 ) -> Figure:
@@ -484,124 +496,3 @@ def curves(
     if axis.has_data():
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=beside, frameon=False, fontsize=7.5)
     return figure
-
-
-# A heat map of ratios in the style of `experiments.report.plots`: a colour each side of 1, the value in every cell.
-
-#: Ratios at the ends of the colours, and their inverse: what is beyond has the same colour. Neighbours that differ by a
-#: hundredth look alike.
-END = 4.0
-#: From which part of the way to an end a cell is so dark that its value is written in white.
-DARK = 0.55
-
-
-def measured_lines(
-    rows: Sequence[str], values: Sequence[Sequence[float | None]]
-) -> tuple[list[str], list[Sequence[float | None]]]:
-    """The lines of a grid that have a value; all where none has."""
-    kept = [
-        (name, line)
-        for name, line in zip(rows, values, strict=True)
-        if any(value is not None and not math.isnan(value) for value in line)
-    ] or list(zip(rows, values, strict=True))
-    return [name for name, _ in kept], [line for _, line in kept]
-
-
-def ratio_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    label: str,
-    xlabel: str = "",
-    end: float = END,
-) -> Figure:
-    """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
-    lines without any value are left out. xlabel: what the columns are of. end: the ratio at the end of the colours."""
-    rows, values = measured_lines(rows, values)
-    height = max(2.4, 1.2 + 0.24 * len(rows)) + LETTER * long_names(columns)
-    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), height))
-    image = draw_ratios(axis, rows, columns, values, end)
-    axis.set_xlabel(xlabel)
-    bar = figure.colorbar(image, ax=axis, pad=0.02)
-    ticks = (1 / end, 1 / math.sqrt(end), 1.0, math.sqrt(end), end)
-    bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
-    bar.set_label(label)
-    return figure
-
-
-def narrow_ratio_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    label: str,
-    xlabel: str,
-    end: float = END,
-) -> Figure:
-    """The same for a phone: grids of so many columns below each other, without the scale of colours, which the values tell."""
-    rows, values = measured_lines(rows, values)
-    grids = math.ceil(len(columns) / NARROW_COLUMNS)
-    width = math.ceil(len(columns) / max(1, grids))
-    starts = range(0, len(columns), width)
-    tall = 0.05 + 0.15 * max((name.count("\n") + 1 for name in rows), default=1)
-    size = (3.6, len(starts) * (0.75 + tall * len(rows) + LETTER * long_names(columns)))
-    figure, axes = subplots(len(starts), 1, size)
-    for axis, start in zip(axes, starts, strict=True):
-        last = start + width
-        shown = [[*line[start:last], *[None] * (last - len(columns))] for line in values]
-        names = [*columns[start:last], *[""] * (last - len(columns))]
-        draw_ratios(axis, rows, names, shown, end)
-        axis.set_xlabel(xlabel)
-    axes[0].set_title(label, loc="left")
-    figure.tight_layout()
-    return figure
-
-
-#: Columns of a grid on a phone.
-NARROW_COLUMNS = 7
-
-
-def draw_ratios(
-    axis: Axes,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    end: float = END,
-) -> Any:
-    """Colours and values of a grid of ratios; returns the image, for its scale."""
-    import numpy as np
-
-    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
-    reach = math.log2(end)
-    image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    write_values(axis, values, DARK * reach)
-    slanted = {"rotation": SLANT, "ha": "right", "rotation_mode": "anchor"} if long_names(columns) else {}
-    axis.set_xticks(range(len(columns)), columns, fontsize=7.5, **slanted)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
-    axis.grid(False)
-    return image
-
-
-#: Letters of a column's name that stand beside those of the next; degrees of longer ones, and inches that a letter adds then.
-BESIDE, SLANT, LETTER = 7, 50, 0.05
-
-
-def long_names(columns: Sequence[str]) -> int:
-    """Letters of the longest name of columns that do not fit beside each other; 0 where all do."""
-    longest = max((len(one) for name in columns for one in name.splitlines()), default=0)
-    return longest if longest > BESIDE else 0
-
-
-def write_values(axis: Axes, values: Sequence[Sequence[float | None]], dark: float) -> None:
-    """Each value in its cell, in white where its power of two is further from 0 than `dark`."""
-    for place, line in enumerate(values):
-        for column, value in enumerate(line):
-            if not math.isnan(power := power_of(value)):
-                color = "white" if abs(power) > dark else "black"
-                axis.text(
-                    column, place, f"{value:.2f}", ha="center", va="center", fontsize=SMALLEST, color=color
-                )
-
-
-def power_of(value: float | None) -> float:
-    """The power of two that a ratio is; NaN for one that is missing or no positive number."""
-    return math.log2(value) if value is not None and 0 < value < math.inf else math.nan

@@ -25,7 +25,7 @@ from experiments.linear.tables import (
     ends_of,
     kernel_of,
 )
-from experiments.report import plots
+from experiments.report import ratio_maps
 from experiments.report.plots import svg
 from experiments.report.results import by_run
 from experiments.report.targets import limits
@@ -117,10 +117,12 @@ def test_a_method_that_failed_is_named():
 
 
 def test_a_map_has_the_value_in_each_cell_and_the_same_distance_on_both_sides():
-    picture = svg(plots.ratio_map(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
+    picture = svg(ratio_maps.ratio_map(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
     assert all(f">{text}<" in picture for text in ("0.50", "2.00", "1.04"))
-    assert plots.power_of(2.0) == -plots.power_of(0.5) == 1
-    assert all(plots.power_of(value) != plots.power_of(value) for value in (None, 0.0, float("inf")))
+    assert ratio_maps.power_of(2.0) == -ratio_maps.power_of(0.5) == 1
+    assert all(
+        ratio_maps.power_of(value) != ratio_maps.power_of(value) for value in (None, 0.0, float("inf"))
+    )
 
 
 # Experts: each row by the weight of its own expert, and what of the weights is read.

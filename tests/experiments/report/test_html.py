@@ -13,7 +13,7 @@ import pytest
 from ao_lab.intervals import half_interval
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import ROOT, Row, read
-from experiments.report import committed, history, pages, plots
+from experiments.report import committed, history, pages, plots, ratio_maps
 from experiments.report.content import (
     Card,
     Comparison,
@@ -342,7 +342,9 @@ def test_figures_have_no_empty_lines():
     text = plots.svg(plots.dots(["measured", "absent"], {"s": [1.0, None], "t": [None, None]}, "x"))
     assert "measured" in text
     assert "absent" not in text
-    assert "absent" not in plots.svg(plots.ratio_map(["measured", "absent"], ["1"], [[2.0], [None]], "x"))
+    assert "absent" not in plots.svg(
+        ratio_maps.ratio_map(["measured", "absent"], ["1"], [[2.0], [None]], "x")
+    )
 
 
 def test_figures_of_nothing_are_left_out():
@@ -476,8 +478,8 @@ def test_texts_of_figures_are_large_enough_to_read():
     rows, columns, values = ["a", "b"], [str(one) for one in range(13)], [[0.5] * 13, [2.0] * 13]
     made = [
         plots.heatmap(rows, columns, values, "x"),
-        plots.ratio_map(rows, columns, values, "x", "tokens"),
-        plots.narrow_ratio_map(rows, columns, values, "x", "tokens"),
+        ratio_maps.ratio_map(rows, columns, values, "x", "tokens"),
+        ratio_maps.narrow_ratio_map(rows, columns, values, "x", "tokens"),
         plots.dots(rows, {"one": [0.001, 30.0]}, "x", symlog=0.01),
     ]
     for figure in made:
@@ -504,7 +506,7 @@ def test_a_figure_for_a_phone_is_narrow_and_breaks_labels():
     long = [f"batch {batch}, not compiled, beside torchao" for batch in range(12)]
     for figure in ratio_map_twice(["int4"], long, [[2.0] * len(long)], "speed"):
         assert {label.get_rotation() for axis in figure.axes[:2] for label in axis.get_xticklabels()} >= {
-            plots.SLANT
+            ratio_maps.SLANT
         }
     _, narrow = ratio_map_twice(["int4 g128, prepared and frozen"], ["1"], [[2.0]], "speed", end=16.0)
     assert {label.get_rotation() for label in narrow.axes[0].get_xticklabels()} == {0.0}
