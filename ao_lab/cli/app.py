@@ -22,6 +22,7 @@ import typer
 
 from ao_lab.cli.bench import command as bench_command
 from ao_lab.cli.compare import command as compare_command
+from ao_lab.cli.completion import config_names, format_names, scheme_names
 from ao_lab.cli.eval import command as eval_command
 from ao_lab.cli.options import (
     CALIBRATION,
@@ -71,7 +72,10 @@ app.add_typer(plot_app, name="plot")
 @app.command()
 def formats(
     name: Annotated[
-        str | None, typer.Argument(help="A format such as float8_e4m3fn. Default: all of them.")
+        str | None,
+        typer.Argument(
+            help="A format such as float8_e4m3fn. Default: all of them.", autocompletion=format_names
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,7 +90,8 @@ def schemes(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A scheme such as mxfp8_e4m3, or a prefix such as torchao. Default: those of ao_lab."
+            help="A scheme such as mxfp8_e4m3, or a prefix such as torchao. Default: those of ao_lab.",
+            autocompletion=scheme_names,
         ),
     ] = None,
     everything: Annotated[
@@ -105,7 +110,8 @@ def configs(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A configuration such as Int4WeightOnlyConfig, or a word: int4, W8A8. Default: all of them."
+            help="A configuration such as Int4WeightOnlyConfig, or a word: int4, W8A8. Default: all of them.",
+            autocompletion=config_names,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -124,7 +130,8 @@ def quantize(
         str | None,
         typer.Option(
             help="A configuration (ao-lab configs) such as Int4WeightOnlyConfig or 'Int4WeightOnlyConfig group_size=32', or a "
-            "scheme such as mxfp4 (ao-lab schemes)."
+            "scheme such as mxfp4 (ao-lab schemes).",
+            autocompletion=config_names,
         ),
     ] = None,
     plan: Annotated[
@@ -313,7 +320,8 @@ def choose(
         list[str],
         typer.Option(
             help="A candidate configuration, repeatable: NAME, or 'NAME key=value ...' as --config and --option of ao-lab "
-            "quantize; dense leaves a layer unquantized."
+            "quantize; dense leaves a layer unquantized.",
+            autocompletion=config_names,
         ),
     ],
     calibration: Annotated[
@@ -388,7 +396,10 @@ def tune(
         str | None, typer.Option(help="Tune training with this recipe, such as rowwise.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="Tune inference, quantized with this configuration or scheme.")
+        str | None,
+        typer.Option(
+            help="Tune inference, quantized with this configuration or scheme.", autocompletion=config_names
+        ),
     ] = None,
     activation: Annotated[str | None, typer.Option(help="With --config: as for ao-lab quantize.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="With --config: as for ao-lab quantize.")] = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ao_lab.cli.completion import config_names, configs_and_folders
 from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice, model_folder
 from ao_lab.cli.terminal import (
     WrongInput,
@@ -42,6 +43,7 @@ def command(
         typer.Argument(
             metavar="[CONFIG]...",
             help="Configurations (ao-lab configs), 'NAME key=value', or schemes (ao-lab schemes). Default: seven common ones.",
+            autocompletion=configs_and_folders,
         ),
     ] = None,
     configs: Annotated[
@@ -49,6 +51,7 @@ def command(
         typer.Option(
             "--configs",
             help="The same as an option: names with commas between, or several times.",
+            autocompletion=config_names,
         ),
     ] = None,
     config: Annotated[list[str] | None, typer.Option("--config", hidden=True)] = None,

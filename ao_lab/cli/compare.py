@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ao_lab.cli.completion import config_names, configs_and_folders
 from ao_lab.cli.options import (
     AsJson,
     BatchSize,
@@ -42,6 +44,7 @@ def command(
             metavar="[CONFIG]...",
             help="Configurations to compare: names (ao-lab configs), 'NAME key=value ...', a scheme (ao-lab schemes), or a "
             "folder with a quantized version of the model. Default: seven common configurations.",
+            autocompletion=configs_and_folders,
         ),
     ] = None,
     configs: Annotated[
@@ -49,6 +52,7 @@ def command(
         typer.Option(
             "--configs",
             help="The same as an option; comma-separated or repeated.",
+            autocompletion=config_names,
         ),
     ] = None,
     config: Annotated[list[str] | None, typer.Option("--config", hidden=True)] = None,
@@ -220,8 +224,12 @@ def configuration(text: str) -> Any:
         first = name.partition(",")[0]
         raise WrongInput(f"{text}: options follow the name after a space, in quotes: '{first} key=value ...'")
     if settings:
-        with wrong_input():
-            return config_of(name, None, settings)
+        try:
+            with wrong_input():
+                return config_of(name, None, settings)
+        except WrongInput as error:
+            # Here no option is written before a name.
+            raise WrongInput(re.sub(r"--(config|option) ", "", str(error))) from error
     from ao_lab.config.base import config_named
 
     config_classes()  # all of them are known by name then

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ao_lab.cli.completion import scheme_names
 from ao_lab.cli.options import AsJson, model_folder
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, track_progress, work
 from ao_lab.install.extras import wrong_input
@@ -36,6 +37,7 @@ Schemes = Annotated[
     typer.Option(
         "--scheme",
         help="A scheme such as mxfp4 (ao-lab schemes), repeatable. Default: eight common ones.",
+        autocompletion=scheme_names,
     ),
 ]
 

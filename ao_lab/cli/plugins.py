@@ -23,6 +23,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from ao_lab.cli.shown_help import laid_out
 from ao_lab.install import packages
 from ao_lab.install.extras import ROOT, WrongInput, is_clone
 from ao_lab.install.packages import NAMES
@@ -79,7 +80,7 @@ class Commands(TyperGroup):
         """The command of a name, or None."""
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in registered():
-            return own
+            return None if own is None else laid_out(own, ctx)
         settings: dict[str, Any] = {}
         try:
             function = load(registered()[cmd_name])
@@ -92,7 +93,7 @@ class Commands(TyperGroup):
         app = typer.Typer(add_completion=False)
         panel = DEVELOPERS if "experiments" in registered()[cmd_name].partition(":")[0].split(".") else OTHERS
         app.command(cmd_name, context_settings=settings, rich_help_panel=panel)(function)
-        return typer.main.get_command(app)
+        return laid_out(typer.main.get_command(app), ctx)
 
 
 def unavailable(error: ImportError) -> Any:

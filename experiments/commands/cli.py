@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.completion import beginning
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
@@ -34,9 +36,24 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+def experiment_names(incomplete: str) -> list[str]:
+    """What a shell completes."""
+    from experiments.harness.registry import EXPERIMENTS
+
+    return beginning(incomplete, EXPERIMENTS)
+
+
+def model_names(incomplete: str) -> list[str]:
+    """What a shell completes: pretrained models."""
+    from experiments.models.pretrained import MODELS
+
+    return beginning(incomplete, MODELS)
+
+
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="Experiments to run. Default: all of them.")
+        list[str] | None,
+        typer.Argument(help="Experiments to run. Default: all of them.", autocompletion=experiment_names),
     ] = None,
     scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
     device: Annotated[
@@ -45,15 +62,16 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="With decode: methods or libraries to measure, such as int8wo or torchao; with an experiment "
-            "that has parts, such as fp8_training, kv_cache or loka: these (an unknown one is answered with all). Default: all."
+            help="Measure only these, repeatable: with ptq schemes, or weights; with calibration schemes and methods; with "
+            "decode methods or libraries, such as int8wo or torchao; with others their parts (an unknown one is answered with "
+            "all). Default: all."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="With an experiment that has parts, such as fp8_training, kv_cache or loka: start no measurement after this "
-            "many seconds; run the same command again to continue, on this machine or one of the same kind."
+            help="Of one experiment, such as ptq, calibration or fp8_training: start no measurement after so many seconds; the "
+            "same command continues, on this machine or one of the same kind."
         ),
     ] = None,
     workers: Annotated[
@@ -196,7 +214,10 @@ def corpus(
 
 def pretrained(
     name: Annotated[
-        str | None, typer.Argument(help="A model to fetch, such as smollm2-135m. Default: list all.")
+        str | None,
+        typer.Argument(
+            help="A model to fetch, such as smollm2-135m. Default: list all.", autocompletion=model_names
+        ),
     ] = None,
     accept: Annotated[
         list[str] | None,

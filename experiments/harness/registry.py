@@ -124,7 +124,9 @@ def check_known(
     listed = ("; " if any("," in part for part in parts) else ", ").join(parts)
     for name in names:
         if name not in parts:
-            near = difflib.get_close_matches(name, [*parts, *schemes], n=1, cutoff=0.6)
-            hint = f"the nearest is {near[0]}; " if near else ""
+            # What begins with the word is meant before what is alike.
+            begun = sorted((one for one in [*parts, *schemes] if one.startswith(name)), key=len)[:3]
+            near = begun or difflib.get_close_matches(name, [*parts, *schemes], n=1, cutoff=0.6)
+            hint = f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; " if near else ""
             more = "; schemes too (ao-lab schemes lists them)" if schemes else ""
             raise ValueError(f"unknown part {name!r} of {experiment}; {hint}the parts are {listed}{more}")

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from typer.main import get_command
 
 import reference
 from ao_lab import __version__
@@ -23,6 +25,7 @@ from ao_lab.cli import app, doctor, plugins
 from ao_lab.cli.app import main
 from ao_lab.cli.listings import WITHOUT_EFFECT, bit_fields, config_classes, options_of
 from ao_lab.cli.schemes import bits_per_value, block_text, meaning, told_fields
+from ao_lab.cli.shown_help import EXAMPLES
 from ao_lab.cli.terminal import number, strict
 from fast.cpu import capability
 from reference import FORMATS, SCHEMES
@@ -294,6 +297,7 @@ def test_faults_keep_their_traceback(monkeypatch):
     [
         ("nodir", "and no folder with a config.json is there"),
         ("Int4WeightOnlyConfig,group_size=32", "after a space, in quotes: 'Int4WeightOnlyConfig key=value"),
+        ("Int4WeightOnlyConfig groupsize=32", "ao-lab: Int4WeightOnlyConfig has no option groupsize"),
     ],
 )
 def test_compare_says_how_configurations_are_written(capsys, tmp_path, given, said):
@@ -376,7 +380,43 @@ def test_options_stand_whole_in_eighty_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("quantize", "compare", "bench"):
         assert main([name, "--help"]) == 0
-        assert "…" not in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "…" not in out
+        assert len(out.splitlines()) < 95  # descriptions have more than half of the width
+        assert f"ao-lab {name} " in out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_of_the_options_that_there_are(name):
+    group = get_command(app.app)
+    with group.make_context("ao-lab", [], resilient_parsing=True) as context:
+        command = group.get_command(context, name)
+    for line in EXAMPLES[name]:
+        command.make_context(name, shlex.split(line)[2:], resilient_parsing=True)
+        given = [word for word in shlex.split(line) if word.startswith("--")]
+        assert {*given} <= {word for one in command.params for word in one.opts}
+
+
+COMPLETED = {
+    "conf": ["configs"],
+    "configs Int4W": ["Int4WeightOnlyConfig"],
+    "compare m NVFP4W": ["NVFP4WeightOnlyConfig"],
+    "bench --configs nf4,mxfp4_r": ["nf4,mxfp4_rceil"],
+    "pretrained smollm": ["smollm2-135m"],
+    "reproduce fp8": ["fp8_training"],
+}
+
+
+@pytest.mark.parametrize("typed", COMPLETED)
+def test_names_are_completed_in_this_process(monkeypatch, capsys, typed):
+    """Of configurations, schemes, models and experiments."""
+    words = typed.split()
+    monkeypatch.setenv("_AO_LAB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"ao-lab {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    with pytest.raises(SystemExit):
+        app.app(prog_name="ao-lab", args=[])
+    assert capsys.readouterr().out.split() == COMPLETED[typed]
 
 
 def test_shells_complete_names():
