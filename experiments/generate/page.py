@@ -97,7 +97,9 @@ TEXT = (
     "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
     (
         "torchao's int8 weight-only layers take a time that grows with the batch where steps are compiled with several "
-        "tokens, far above that of their eager steps: the reason is not known."
+        "tokens, far above that of their eager steps, which are the fair comparison there: two layers of 4096 x 14336 take "
+        "0.20, 4.4 and 17.1 ms at 1, 16 and 64 tokens compiled, 0.39 ms eager, with torchao's options of Inductor, "
+        "with Inductor's own and with max-autotune alike (torch 2.11)."
     ),
     (
         "Warm-up is the time of the calls before the timed ones: {compiling} where steps are compiled (compilation and "
