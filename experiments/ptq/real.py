@@ -28,6 +28,7 @@ from torch import nn
 from ao_lab.config.base import SchemeConfig
 from ao_lab.measure.memory import synchronize
 from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.groups import told_elsewhere
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.programs import problems
 from experiments.harness.measuring import Deadline, Values, status
@@ -183,7 +184,8 @@ def quantized(bench: AnyBench, task: Task, whole: bool = True) -> nn.Module:
     layers = linears(model)
     chosen = {id(layer) for layer in layers.values()}
     config = SchemeConfig(scheme=task.method, activation_scheme=task.activations)
-    quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
+    with told_elsewhere():  # by `check_whole` or rows of DENSE_LAYERS
+        quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
     if whole:
         check_whole(task.method, layers)
     return model

@@ -11,7 +11,7 @@ from ao_lab.measure.times import SPREAD
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE, IN_MEMORY
 from experiments.models.quantized_model import WEIGHTS, activations_of
-from experiments.models.serving import DENSE, LARGEST, LEAST, OVER, PEAK, SPEEDUP
+from experiments.models.serving import DENSE, LARGEST, LEAST, OVER, PEAK, SPEEDUP, TOKENS
 from experiments.ptq.real import DENSE_LAYERS
 from experiments.report.content import Card, Drawing, Section, Table
 from experiments.report.in_turn import InTurn
@@ -141,9 +141,17 @@ def serving(run: RealRun) -> Table:
         f"they are more than {SPREAD:g}x apart, or the dense model was so much slower than beside others; "
         "speeds without one were timed alone and do not compare; "
         "size: of the files; peak memory: weights as they are in memory, where float32 scales may take more, and the most that "
-        f"tensors took beside them{threads_of(run.whole)}"
+        f"tensors took beside them{tokens_of(run.whole)}{threads_of(run.whole)}"
     )
     return Table(caption, columns, lines, run.whole.rows)
+
+
+def tokens_of(results: Results) -> str:
+    """Of how many new tokens a call was whose speed a table has, in words that follow others; rows of before do not say it."""
+    found = sorted({int(row.value) for row in results.rows if row.metric == TOKENS})
+    told, timed = (sum(row.metric == one for row in results.rows) for one in (TOKENS, "tokens/s"))
+    before = ["8 or 32 in lines of before"] if told < timed else []
+    return f"; new tokens of a call: {', '.join([*map(str, found), *before])}" if found or before else ""
 
 
 def drawing(run: RealRun) -> Drawing | None:

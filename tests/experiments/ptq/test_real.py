@@ -33,6 +33,7 @@ from experiments.models.causal_lm import (
 from experiments.ptq import page, real_page
 from experiments.ptq.real import real_tasks, run_real
 from experiments.report import accuracies, model_values, own_models
+from experiments.report.results import Results
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
@@ -134,12 +135,22 @@ def test_its_report_is_one_page_of_this_model(reproduced):
     assert html.count('<details class="table"') == html.count(" open><summary>") == 2
     for text in (html, (reports / "README.md").read_text()):
         assert "tiny-llama" in text
-        assert re.search(r"timed with [\d or]+ CPU thread", text)
+        assert re.search(r"; new tokens of a call: 8; timed with [\d or]+ CPU thread", text)
         assert not any(word in text for word in ("Llama-3", "ublished accurac", "WikiText", "not yet"))
     assert [one.name for one in (reports / "data").iterdir()] == ["ptq.csv.gz"]
     other = [replace(rows[0], table="quality/quick/sympy-1")]
     assert not own_models.are_own({"ptq": rows, "formats": other}), "the project's own tables"
     assert not own_models.are_own({"ptq": []})
+
+
+def test_speeds_of_other_numbers_of_tokens_are_told_apart(reproduced):
+    """Of rows that do not say how many too, since one table may have both."""
+    whole = real_page.real_runs(reproduced[1])[0].whole
+    rows = [row for row in whole.rows if row.metric != serving.TOKENS or row.method != "int8_rowwise"]
+    mixed = [replace(row, value=12.0) if row.metric == serving.TOKENS else row for row in whole.rows]
+    assert real_page.tokens_of(Results([*mixed, *whole.rows])) == "; new tokens of a call: 8, 12"
+    assert real_page.tokens_of(Results(rows)) == "; new tokens of a call: 8, 8 or 32 in lines of before"
+    assert real_page.tokens_of(Results([])) == ""
 
 
 def test_values_for_programs_have_intervals_and_no_words(reproduced):
