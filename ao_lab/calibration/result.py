@@ -87,8 +87,8 @@ def few_judges(results: Sequence[LayerResult]) -> str:
         return ""
     judged = f"{least} held-out tokens" if least else "the tokens that were read, none held out,"
     return (
-        f"few tokens: {judged} decided which results were kept, too few to trust the ratios; a tenth of the calibration data "
-        f"is held out, so give {10 * FEW:,} tokens or more"
+        f"few tokens: {judged} decided which results were kept, too few to trust the ratios; about a tenth of the calibration "
+        f"data is held out (of 19 sequences one), so give {20 * FEW:,} tokens or more"
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.io.files import page, save_file, staged, without
+from ao_lab.checkpoint.io.files import page, refuse_file, save_file, staged, without
 from ao_lab.checkpoint.io.markdown import base_name, span
 from ao_lab.checkpoint.io.patterns import compiled
 from ao_lab.checkpoint.io.strict_json import parsed_object, read_object
@@ -72,6 +72,7 @@ def save_adapter(
     """
     check_model(model)
     model, folder = unwrapped(model), Path(directory)
+    refuse_file(folder)
     layers = adapted(model)
     if not layers:
         raise ValueError(

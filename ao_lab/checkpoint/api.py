@@ -41,7 +41,7 @@ from ao_lab.checkpoint.configuration import (
 from ao_lab.checkpoint.experts import TARGET, converted, ignored, published
 from ao_lab.checkpoint.export import check_groups, quantization_config
 from ao_lab.checkpoint.formats import quantization_of, records_of, tell
-from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.io.files import refuse_file, refuse_folders, staged
 from ao_lab.checkpoint.io.shards import (
     Tensors,
     look_at,
@@ -189,6 +189,7 @@ def write_model(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is at least 1, got {max_shard_bytes}")
     check_model(model)
+    refuse_file(folder)
     model = unwrapped(model)
     check_finished(model)
     check_quantized(model, "model.save_pretrained saves")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.configuration import configuration_of
-from ao_lab.checkpoint.io.files import save_file, staged
+from ao_lab.checkpoint.io.files import refuse_file, save_file, staged
 from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
 from ao_lab.checkpoint.save_checks import check_finished, check_quantized
 from ao_lab.clients.integers import block_size, by_block, check_integers, nibbles, scales_of, signed_codes
@@ -57,6 +57,7 @@ def save_mlx(model: nn.Module, folder: str | Path) -> MlxFolder:
     config = configuration_of(model)
     if not config:
         raise ValueError("save_mlx takes a model of transformers, whose configuration mlx-lm reads")
+    refuse_file(Path(folder))
     check_finished(model)
     check_quantized(model, "mlx_lm.convert writes")
     refuse_residuals(model, "the format of mlx-lm")

@@ -43,6 +43,7 @@ from ao_lab.transforms.layers import (
 )
 from ao_lab.transforms.low_rank import RESIDUAL
 from ao_lab.transforms.report import ATTRIBUTE, SPARSITY, LayerLine, ModelReport
+from ao_lab.transforms.training_records import saved_training
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
@@ -192,6 +193,8 @@ class Report(ModelReport[Layer]):
     attention: str = ""
     #: Whether layers that step "prepare" has prepared are on a CPU.
     prepared_on_cpu: bool = False
+    #: With what the checkpoint trained from which a dense model was read; "" for others.
+    saved_training: str = ""
 
     @property
     def bits(self) -> float:
@@ -224,6 +227,7 @@ class Report(ModelReport[Layer]):
         slow = [SLOW.format(" or ".join(faster))] if faster else []
         few = self.few_judges()
         slow += [SLOW_TRAINING] * self.prepared_on_cpu
+        slow += [f"  {self.saved_training}"] * bool(self.saved_training)
         return slow + [NAMED.format('" or "'.join(named))] * bool(named) + [f"  {few}"] * bool(few)
 
     def few_judges(self) -> str:
@@ -283,6 +287,7 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
         str(getattr(model, KV_CACHE, "")),
         str(getattr(model, ATTENTION, "")),
         any(layer.prepared == "for QAT" for layer in layers) and on_cpu(model),
+        "" if any(one.changed or one.prepared or one.recipe for one in layers) else saved_training(model),
     )
 
 

@@ -81,6 +81,8 @@ class Reverted(tuple[str, ...]):
     """The result of `convert_from_training_`: the names of modules that are again what they were before."""
 
     def __str__(self) -> str:
+        if not self:
+            return "no module trained in low precision; nothing was changed"
         return f"{len(self)} modules no longer train in low precision" + "".join(
             f"\n  {line}" for line in folded_names(dict.fromkeys(self, ""))
         )

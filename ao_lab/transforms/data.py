@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ao_lab.transforms.layers import table_or_head
+
 #: A layer's name, the layer, and what sees its inputs: anything with `observe(name, module, x)`, as `ao_lab.config.base`
 #: has.
 Watched = tuple[str, nn.Module, Any]
@@ -224,6 +226,39 @@ def described(value: Any) -> str:
     values = list(value.items()) if isinstance(value, Mapping) else [("", one) for one in value]
     told = [(f"{key}: " if key else "") + described(one) for key, one in values[:MOST_TOLD]]
     return ", ".join([*told, *(["..."] if len(values) > MOST_TOLD else [])])
+
+
+def unusable(model: nn.Module, call: Call) -> str | None:
+    """Why a model of transformers that takes token numbers cannot run a batch, by its keywords and values; None where they do
+    not say it. Values on a GPU are not looked at: after an index out of range nothing can be read there."""
+    args, kwargs = call
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return None
+    ids = args[0] if args else kwargs.get("input_ids")
+    if ids is None:
+        unknown = [key for key in kwargs if key not in inspect.signature(model.forward).parameters]
+        return f"it has no input_ids, and the model does not know {', '.join(unknown)}" if unknown else None
+    if not isinstance(ids, torch.Tensor):
+        kind = type(ids).__name__
+        return f'input_ids is a {kind}, and the model takes tensors; tokenizer(text, return_tensors="pt") makes them'
+    if ids.is_floating_point():
+        return f"input_ids are token numbers, int64, got {described(ids)}"
+    if ids.dim() != 2:
+        return f"input_ids are (batch, tokens), got {described(ids)}; ids[None] makes one sequence a batch"
+    return _out_of_vocabulary(
+        ids, getattr(table_or_head(model, "get_input_embeddings"), "num_embeddings", None)
+    )
+
+
+def _out_of_vocabulary(ids: torch.Tensor, size: int | None) -> str | None:
+    """That token numbers are none of a vocabulary's."""
+    if size is None or ids.device.type != "cpu" or not ids.numel():
+        return None
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low >= 0 and high < size:
+        return None
+    wrong = low if low < 0 else high
+    return f"input_ids has token {wrong}, and the model has tokens 0 to {size - 1}; take the model's own tokenizer"
 
 
 def taken(model: nn.Module) -> str:

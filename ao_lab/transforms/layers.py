@@ -8,6 +8,7 @@ from where they stand and how many outputs they have (`routers`).
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,12 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def check_model(model: object) -> None:
     """TypeError unless a model is a torch module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a torch.nn.Module, got {type(model).__name__}: {model!r:.60}")
+        folder = (
+            "; of a folder ao_lab.load_pretrained (quantized) or transformers' from_pretrained makes it, and "
+        )
+        way = folder + "ao_lab.quantize_pretrained(folder, config) quantizes it while loading"
+        more = way if isinstance(model, (str, os.PathLike)) else ""
+        raise TypeError(f"the model is a torch.nn.Module, got {type(model).__name__}: {model!r:.60}{more}")
 
 
 class Slot(NamedTuple):

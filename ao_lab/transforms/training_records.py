@@ -78,6 +78,18 @@ def warn_of_other_training(model: nn.Module, folder: str | Path, stacklevel: int
         )
 
 
+def saved_training(model: nn.Module) -> str:
+    """With what the checkpoint trained from whose folder a model of transformers was read; "" where nothing says it."""
+    folder = getattr(getattr(model, "config", None), "_name_or_path", None)
+    saved = read_training(folder) if isinstance(folder, str) and folder else {}
+    if not saved:
+        return ""
+    return (
+        f"{folder}, from which the model was read, was saved in training with {told(saved)}; this model is dense: prepare it "
+        f"in the same way (convert_for_training_, QATConfig or sparsify_) to go on, or quantize_ it by that scheme"
+    )
+
+
 def warn_of_saved_training(model: nn.Module, kind: str) -> None:
     """The same for a model of transformers that was read from a checkpoint's folder, once it has been prepared in this way
     (kind: recipe, QAT, LoRA). Another way of training comes after the first one on purpose, and is not compared; nor is what

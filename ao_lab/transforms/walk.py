@@ -45,6 +45,7 @@ from ao_lab.transforms.data import (
     place_of,
     taken,
     tensors,
+    unusable,
 )
 from ao_lab.transforms.layers import shorten
 
@@ -564,14 +565,18 @@ def _hooks(capture: Capture, index: int) -> tuple[Callable[..., None], Callable[
 
 @contextmanager
 def noting(model: nn.Module, capture: Capture, call: Call) -> Iterator[None]:
-    """A note at an error says which batch made it, and what the model takes."""
+    """A note at an error says which batch made it, and what the model takes; where the batch's own values are why, the error
+    does."""
     try:
         yield
     except Exception as error:
         told = ", ".join(filter(None, map(described, call)))
-        error.add_note(
-            f"batch {capture.running} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
-        )
+        note = f"batch {capture.running} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
+        error.add_note(note)
+        if (reason := unusable(model, call)) is not None:
+            raise ValueError(
+                f"batch {capture.running} of calibration: {reason}. Nothing has changed"
+            ) from error
         raise
 
 

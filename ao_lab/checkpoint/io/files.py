@@ -163,6 +163,14 @@ def refuse_folders(paths: Iterable[Path]) -> None:
             raise IsADirectoryError(f"{path} is a folder, and a file is to be written there; move it away")
 
 
+def refuse_file(folder: Path) -> None:
+    """NotADirectoryError where a file lies in the place of a folder that is to be written."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(
+            f"{folder} is a file, and a folder is to be written there; give another name, or move it away"
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of text in one step: readers find the earlier one or all of the new one."""
     with staged(path.parent) as place:

@@ -28,7 +28,7 @@ from ao_lab.clients.gguf.architectures import (
     row_order,
     tensor_names,
 )
-from ao_lab.clients.gguf.blocks import Blocks, to_blocks
+from ao_lab.clients.gguf.blocks import TYPES, WAY_OUT, Blocks, to_blocks
 from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.extras import needed
@@ -79,6 +79,8 @@ def save_gguf(
     check_quantized(model, "convert_hf_to_gguf.py of llama.cpp writes")
     refuse_residuals(model, "GGUF")
     state = _state(model)
+    if str(embedding).upper() in TYPES:
+        raise ValueError(f"embedding={embedding!r} is a type of GGUF, and embedding is a scheme; {WAY_OUT}")
     if embedding is not None:
         state[EMBEDDING] = _rounded(state[EMBEDDING], SchemeConfig(scheme=embedding).recipe())
     names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))

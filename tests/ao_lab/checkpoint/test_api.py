@@ -271,6 +271,16 @@ def test_transformers_models_without_a_model_given(tmp_path):
     assert same_state(load_pretrained(tmp_path), model)
 
 
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "out").touch()
+    net = nn.Linear(32, 32)
+    quantize_(net, SchemeConfig(scheme="int8_rowwise"))
+    with pytest.raises(NotADirectoryError, match="out is a file, and a folder is to be written there"):
+        save_pretrained(net, tmp_path / "out", config={})
+    with pytest.raises(TypeError, match=r"got str: 'out'; of a folder ao_lab\.load_pretrained"):
+        quantize_("out", SchemeConfig(scheme="int8_rowwise"))
+
+
 def test_folders_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         load_pretrained(tmp_path, small_model())

@@ -39,6 +39,17 @@ def trained(kind):
     return model
 
 
+def test_a_dense_model_of_a_training_checkpoint_says_so(tmp_path):
+    write_training(trained("int4 0"), tmp_path)
+    model = net()
+    model.config = SimpleNamespace(_name_or_path=str(tmp_path))
+    assert "was saved in training with QAT int4_g32 in 2 layers; this model is dense" in str(
+        ao_lab.explain(model)
+    )
+    quantize_(model, QATConfig(INT4))
+    assert "this model is dense" not in str(ao_lab.explain(model))
+
+
 def through_torch_save(model):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)

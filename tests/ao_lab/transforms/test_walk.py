@@ -520,6 +520,29 @@ def test_batches():
         refused(stack, [])
 
 
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"input_ids": [3, 4]}, "input_ids is a list, and the model takes tensors"),
+        ({"input_ids": torch.full((1, 4), 50)}, "input_ids has token 50, and the model has tokens 0 to 49"),
+        ({"input_ids": torch.full((1, 4), -1)}, "input_ids has token -1, and"),
+        ({"input_ids": torch.ones(1, 4)}, r"input_ids are token numbers, int64, got float32 \(1, 4\)"),
+        (
+            {"input_idz": torch.ones(1, 4).long()},
+            "it has no input_ids, and the model does not know input_idz",
+        ),
+    ],
+)
+def test_batches_that_a_language_model_cannot_take_are_told_in_its_words(batch, reason):
+    """Not in those of the kernel that failed; the error of that is the cause."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 50, "num_hidden_layers": 1}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(ValueError, match=f"^batch 1 of calibration: {reason}") as found:
+        refused(net, [{"input_ids": torch.ones(1, 4).long()}, batch])
+    assert found.value.__cause__ is not None
+
+
 def test_blocks_are_called_under_the_autocast_that_their_model_enters():
     """In what is multiplied in bfloat16 and what is not, the walk is the model; weights that changed are cast anew."""
     torch.manual_seed(0)

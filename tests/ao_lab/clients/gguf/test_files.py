@@ -112,6 +112,8 @@ def test_an_embedding_in_8_bits(tmp_path):
     for theirs in (by_transformers(written.path), ao_lab.load_gguf(written.path, dtype=torch.float32)):
         assert torch.equal(theirs.get_input_embeddings().weight, table)
         assert torch.equal(theirs.get_output_embeddings().weight, table)
+    with pytest.raises(ValueError, match=r"'q8_0' is a type of GGUF.*int8_g32_f16 as Q8_0"):
+        ao_lab.save_gguf(model, tmp_path / "other.gguf", embedding="q8_0")
     with pytest.raises(ValueError, match=r"embed_tokens\.weight: nf4"):
         ao_lab.save_gguf(model, tmp_path / "other.gguf", embedding="nf4")
     ao_lab.quantize_(model, SchemeConfig(scheme="int8_g32_f16"), lambda module, name: "embed" in name)
