@@ -97,9 +97,9 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     wide = front_panels(panels, *labels, COLORS, ylog=True)
     narrow = front_panels(panels, *labels, COLORS, ylog=True, columns=1, width=NARROW)
     caption = (
-        f"{run.model}: loss against bytes, every method in every scheme. A line joins points that lose less than all "
-        "smaller ones: of rounding, of methods with data in one scheme, of the automatic choice of a scheme for each layer, "
-        f"of rules by hand.{members(run)} Tables have the values of each."
+        f"{run.model}: KL from the dense model against bytes, every method in every scheme. A line joins points that lose less "
+        "than all smaller ones: of rounding, of methods with data in one scheme, of the automatic choice of a scheme for each "
+        f"layer, of rules by hand.{members(run)} Tables have the values of each."
     )
     return Drawing(f"calibration-bytes-{run.ending}", caption, wide, narrow)
 

@@ -19,6 +19,7 @@ model's own forward.
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,9 @@ class OwnLoop:
         self.prompt, self.new = prompt, new
         self.length = prompt.shape[1] + new
         self.cache = needed("transformers").StaticCache(config=self.model.config, max_cache_len=self.length)
+        # transformers 5.24 calls it so, and warns of the name before.
+        takes = inspect.signature(model.forward).parameters
+        self.held = {"cache" if "cache" in takes else "past_key_values": self.cache}
         self.token = torch.zeros_like(prompt[:, :1])
         #: Whether a step is replayed from a CUDA graph.
         self.captured = False
@@ -91,7 +95,7 @@ class OwnLoop:
         return self._forward(self.token)
 
     def _forward(self, ids: Tensor) -> Tensor:
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(ids, **self.held, use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         return logits

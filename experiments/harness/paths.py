@@ -31,8 +31,9 @@ class Busy(OSError):
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Work in a folder that no other process works in this way; Busy, which names it and its process, where one does."""
+def alone(folder: Path, other: str = "choose another folder") -> Iterator[None]:
+    """Work in a folder that no other process works in this way; Busy, which names it and its process, where one does. other:
+    how another folder is chosen."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -41,7 +42,7 @@ def alone(folder: Path) -> Iterator[None]:
             _lock(handle)
         except OSError as error:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
-            raise Busy(f"{holder} works in {folder}; wait for it, or choose another folder") from error
+            raise Busy(f"{holder} works in {folder}; wait for it, or {other}") from error
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()}\n".encode())
         yield
@@ -96,10 +97,13 @@ class Paths:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """No other run in these folders, and without what killed runs left half written; `Busy` else."""
-        folders = dict.fromkeys((self.cache, self.reports))
+        ways = {
+            self.reports: "choose another by --reports FOLDER",
+            self.cache: "give this run a cache of its own: AO_LAB_CACHE=FOLDER ao-lab ...",
+        }
         with ExitStack() as stack:
-            for folder in folders:
-                stack.enter_context(alone(folder))
+            for folder in dict.fromkeys((self.cache, self.reports)):
+                stack.enter_context(alone(folder, ways[folder]))
             for folder in (self.cache / "rows", self.cache / "models", self.reports, self.data, self.figures):
                 for path in folder.glob(f".*{PARTIAL}"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

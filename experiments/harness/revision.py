@@ -21,6 +21,7 @@ from ao_lab.install.revision import (
     version_of,
     versions_of,
 )
+from ao_lab.install.versions import __version__
 from experiments.harness.rows import ROOT
 
 SOURCES = (".py", ".cu", ".cuh", ".toml", ".txt", ".csv")
@@ -86,8 +87,10 @@ def changed_files(since: str, folders: Sequence[str], root: Path = ROOT) -> int 
 
 @cache
 def versions(device: str = "cpu") -> str:
-    """Libraries with their versions, then the processor of a CPU, or the driver of a GPU."""
-    words = [f"{name} {version}" for name, version in versions_of(LIBRARIES).items()]
+    """Libraries with their versions, then the processor of a CPU, or the driver of a GPU; first ao_lab's, where no commit names
+    its code."""
+    words = [] if commit() else [f"ao_lab {__version__}"]
+    words += [f"{name} {version}" for name, version in versions_of(LIBRARIES).items()]
     driver = (printed(*DRIVER) or "unknown").split()[0]
     return "; ".join([*words, processor() if device == "cpu" else f"driver {driver}"])
 

@@ -113,9 +113,12 @@ def from_zip(record: Source, file: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the bars and the messages of transformers, whose loader speaks of every tensor."""
+    """Without the bars and the messages of transformers, whose loader speaks of every tensor, and of GGUF files by a bar of its
+    own."""
     said: Any = needed("transformers").utils.logging
-    bars, level = said.is_progress_bar_enabled(), said.get_verbosity()
+    gguf: Any = needed("transformers.modeling_gguf_pytorch_utils")
+    bars, level, bar = said.is_progress_bar_enabled(), said.get_verbosity(), gguf.tqdm
+    gguf.tqdm = lambda tensors, **_: tensors
     said.disable_progress_bar()
     said.set_verbosity_error()
     try:
@@ -123,6 +126,7 @@ def quietly() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        gguf.tqdm = bar
         said.set_verbosity(level)
         if bars:
             said.enable_progress_bar()

@@ -50,6 +50,12 @@ TEXT = (
     "model's. After ± stands half of the 95% interval (Student's t), over windows of a text of one document and over "
     "documents where there are several. A change within it stands in parentheses.",
 )
+SPEEDS = (
+    f"Speeds: a speedup is the median of the rounds' ratios, noisy where they are more than {SPREAD:g}x apart, or where the "
+    "dense model was so much slower than beside others; speeds without one were timed alone and do not compare. Size: of the "
+    "files. Peak memory: weights as they are in memory, where float32 scales may take more, and the most that tensors took "
+    "beside them."
+)
 WIKITEXT = (
     "WikiText-2 here is the release wikitext-2-v1 (with <unk>); published perplexities are mostly of wikitext-2-raw-v1, "
     "another text."
@@ -64,12 +70,13 @@ def real_sections(rows: Sequence[Row]) -> list[Section]:
 def section(run: RealRun) -> Section:
     """What the schemes cost one model."""
     tables = [table(run, name, results) for name, results in run.texts.items()]
-    if any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines):
-        tables.append(serving(run))
+    timed = any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines)
+    tables += [serving(run)] if timed else []
     found = drawing(run)
     text = [
         *about_of(run),
         *TEXT,
+        *([SPEEDS] if timed else []),
         *([WIKITEXT] if any(map(is_wikitext, run.texts)) else []),
         *failures(run.whole),
     ]
@@ -83,10 +90,10 @@ def is_wikitext(text: str) -> bool:
 
 def table(run: RealRun, text: str, results: Results) -> Table:
     """A line per scheme: size, then quality with weights and with inputs quantized."""
-    columns = ["scheme", "size (MB)", "bits per weight"]
-    for name in ("W", "W+A"):
+    columns, with_inputs = ["scheme", "size (MB)", "bits per weight"], has_inputs(run)
+    for name in ("W", "W+A") if with_inputs else ("W",):
         columns += [f"{name}: perplexity", f"{name}: loss, change", f"{name}: KL"]
-    columns.insert(6, "inputs in")
+    columns[6:6] = ["inputs in"] * with_inputs
     lines = []
     for method in run.lines:
         size, both = run.size(method), run.setting(method, True)
@@ -97,11 +104,16 @@ def table(run: RealRun, text: str, results: Results) -> Table:
             number(bits[0] if bits[0] is not None else bits[1], 2),
         ]
         line += quality_cells(results, WEIGHTS, method)
-        lines.append(
-            [*line, (activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
-        )
+        if with_inputs:
+            line += [(activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
+        lines.append(line)
     rows = [*results.rows, *run.whole.rows]
     return Table(f"{run.model}, {text}", columns, lines, rows)
+
+
+def has_inputs(run: RealRun) -> bool:
+    """Whether any scheme was measured on inputs too."""
+    return any(run.setting(method, True) for method in run.lines)
 
 
 def megabytes(size: float | None) -> str:
@@ -136,13 +148,7 @@ def serving(run: RealRun) -> Table:
             )
     columns = ["scheme", "setting", "tokens/s", "dense in turn (tokens/s)", "speedup"]
     columns += ["size (MB)", "memory over the weights (MB)", "peak memory (MB)"]
-    caption = (
-        f"{run.model}: transformers' generate(), batch 1, not compiled. speedup: median of the rounds' ratios, noisy where "
-        f"they are more than {SPREAD:g}x apart, or the dense model was so much slower than beside others; "
-        "speeds without one were timed alone and do not compare; "
-        "size: of the files; peak memory: weights as they are in memory, where float32 scales may take more, and the most that "
-        f"tensors took beside them{tokens_of(run.whole)}{threads_of(run.whole)}"
-    )
+    caption = f"{run.model}: transformers' generate(), batch 1, not compiled{tokens_of(run.whole)}{threads_of(run.whole)}"
     return Table(caption, columns, lines, run.whole.rows)
 
 

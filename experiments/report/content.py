@@ -493,7 +493,7 @@ def measured_at(rows: Iterable[Row]) -> str:
         return f"measured {between} at {len(commits)} commits, the oldest {next(iter(commits))}"
     at: dict[str, list[str]] = {}
     for commit, day in commits.items():
-        at.setdefault(day or "an unknown day", []).append(commit or "an unknown commit")
+        at.setdefault(day or "an unknown day", []).append(commit or "no known commit (an installed package)")
     return "measured " + "; ".join(f"{day} at {', '.join(names)}" for day, names in at.items())
 
 

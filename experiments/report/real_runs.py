@@ -146,7 +146,7 @@ def grid_of(run: RealRun) -> str:
 
 def about_of(run: RealRun, describe: Callable[[str, Results], str] | None = None) -> list[str]:
     """What a section says first: the grid, and the conditions of each text."""
-    grid = f"{grid_of(run)} The baseline is the model as that file gives it."
+    grid = f"{grid_of(run)} The baseline is the model as that file gives it; numbers on one text compare."
     return [grid, *((describe or conditions)(name, results) for name, results in run.texts.items())]
 
 

@@ -44,7 +44,7 @@ def test_a_note_names_day_and_commit():
     mixed = [row("a"), row("b", OLD, "2026-11-24T01:00:00Z")]
     assert note(mixed) == f"measured 2026-11-24 at {OLD}; 2026-11-26 at {NEW}"
     unknown = note([row("a", commit="", date="")])
-    assert unknown == "measured an unknown day at an unknown commit"
+    assert unknown == "measured an unknown day at no known commit (an installed package)"
     several = note([row("a", f"{number}", f"2026-11-2{number}T") for number in range(5)])
     assert several == "measured 2026-11-20 to 2026-11-24 at 5 commits, the oldest 0"
 
