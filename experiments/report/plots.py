@@ -1,4 +1,4 @@
-"""Drawing in one style; heat maps of ratios: `experiments.report.ratio_maps`. Takes values, returns figures; knows no experiment.
+"""Drawing in one style; heat maps of ratios: `ratio_maps` beside it. Takes values, returns figures; knows no experiment.
 
 Figures are SVG with their text as text and a fixed hash salt, so that the same rows give the same file. Every marker has a
 `<title>`, which browsers show under the pointer, without a script.
