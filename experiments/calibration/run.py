@@ -34,6 +34,7 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.measure.memory import Peak, synchronize
 from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.groups import told_elsewhere
 from experiments.calibration import choice, shapes
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
@@ -447,7 +448,8 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     if (kept := unfinished(here, case, chosen)) is not None:
         kept.folder.parent.mkdir(parents=True, exist_ok=True)
         more["resume"] = kept.folder
-    quantize_(model, config, filter_fn=filter_fn, progress=here.watch.progress, **more)
+    with told_elsewhere():  # by `check_whole`
+        quantize_(model, config, filter_fn=filter_fn, progress=here.watch.progress, **more)
     synchronize(device)
     values = sizes(model)
     if kept is None or not kept.before:

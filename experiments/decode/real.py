@@ -35,6 +35,7 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.install.extras import needed
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, synchronize
 from ao_lab.measure.turns import recorded, timed_threads, with_threads
+from ao_lab.quantization.groups import told_elsewhere
 from experiments.decode.configs import (
     BASE,
     CONFIGS,
@@ -279,7 +280,8 @@ def quantized(here: Here, config: Config) -> nn.Module:
     model = copy.deepcopy(here.bench.base)
     layers = linears(model)
     ours = {id(layer) for layer in layers.values()}
-    config.quantize(model, lambda module, name="": id(module) in ours)
+    with told_elsewhere():  # by Undivided
+        config.quantize(model, lambda module, name="": id(module) in ours)
     dense = [name for name, layer in layers.items() if type(layer.weight) in PLAIN_TENSORS]
     if dense:
         raise Undivided(

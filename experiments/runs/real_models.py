@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ao_lab.cli.terminal import Work, say, track_progress
 from ao_lab.measure.folders import longest
-from ao_lab.quantization.groups import told_elsewhere
 from experiments.data.texts import (
     EvaluationText,
     calibration_documents,
@@ -303,9 +302,7 @@ class Tables:
 def by_data(work: Callable[[dict[str, Values]], Values]) -> dict[str, Values]:
     """What `work` returns of a model and puts of each text into its argument; of a failure only the status."""
     found: dict[str, Values] = {}
-    # Layers that groups do not divide are told of by rows.
-    with told_elsewhere():
-        whole = not_tried(attempt(lambda: work(found)))
+    whole = not_tried(attempt(lambda: work(found)))
     return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
 
 
