@@ -111,7 +111,7 @@ def prepare_qat(call: Call) -> Report:
     if adapted:
         freeze_rest(model, (c.config.lora for c in adapted))  # type: ignore[attr-defined]
     keep_report(model, plan)
-    warn_of_undivided(plan, call.config)
+    warn_of_undivided(plan, call.config, stacklevel=5)
     warn_of_saved_state(model, ADDED, "step='prepare'")
     warn_of_saved_training(model, "QAT")
     return report_of(model)

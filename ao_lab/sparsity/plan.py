@@ -102,8 +102,10 @@ class SparsityReport(ModelReport[SparseLayer]):
     """Every layer that `sparsify_` looked at, in the order of the model's modules."""
 
     def heading(self) -> str:
-        """How many of them were pruned."""
-        return f"{len(self.changed)} of {len(self.layers)} layers pruned"
+        """How many of them were pruned; before a warm-up has ended, that they are going to be."""
+        dense = bool(self.changed) and not any(layer.zeros for layer in self.changed)
+        what = "are to train sparse, dense until warm-up ends" if dense else "pruned"
+        return f"{len(self.changed)} of {len(self.layers)} layers {what}"
 
 
 @dataclass

@@ -457,7 +457,8 @@ def test_fixed_masks_after_a_warm_up():
     """They are those of the weights that the warm-up leaves; the cool-down lets zeros grow."""
     net = model()
     start = net[0].weight.detach().clone()
-    sparsify_(net, SparseTrainingConfig(warmup=2, cooldown=2, steps=6))
+    report = sparsify_(net, SparseTrainingConfig(warmup=2, cooldown=2, steps=6))
+    assert "layers are to train sparse, dense until warm-up ends" in str(report)
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     assert torch.equal(net[0].weight, start)
     one_step(net, optimizer, 0)
