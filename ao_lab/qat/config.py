@@ -32,6 +32,7 @@ bits per channel. They were trained in two rounds:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, ClassVar, Self
@@ -49,7 +50,7 @@ from ao_lab.config.classes import (
 from ao_lab.config.granularity import ROWS, PerGroup, PerRow, PerTensor, block_of
 from ao_lab.config.recipe import Recipe, integer_scheme
 from ao_lab.qat.layers import unsupported_reason
-from ao_lab.transforms.layers import check_model
+from ao_lab.transforms.layers import ConvertedModule, check_model
 from reference import Scales, Scheme
 from reference.arrays.namespace import choice
 
@@ -294,9 +295,16 @@ def advance_qat(model: nn.Module) -> None:
     """Count one step for layers with a delayed start: call it after optimizer.step().
 
     Layers that share a weight share its count, which goes up by one all the same; also where each has it as a tensor of its own
-    over the same memory, as after `load_state_dict(assign=True)`.
+    over the same memory, as after `load_state_dict(assign=True)`. A UserWarning where no layer is prepared.
     """
     check_model(model)
+    if not any(isinstance(module, ConvertedModule) and module.preparation for module in model.modules()):
+        warnings.warn(
+            "advance_qat: no layer of the model is prepared for QAT, so that nothing is counted; call quantize_ with "
+            "QATConfig(..., step='prepare') first",
+            UserWarning,
+            stacklevel=2,
+        )
     steps = [step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None]
     # Tensors without memory (meta, fake ones, DTensors) are the same only as objects.
     counts = {(step.device, step.data_ptr() or id(step)): step for step in steps}

@@ -411,6 +411,11 @@ def test_a_shared_weight_counts_each_step_once():
         assert counted(model) == [1, 1, 1]
 
 
+def test_steps_of_a_model_that_nobody_prepared_are_a_warning():
+    with pytest.warns(UserWarning, match="advance_qat: no layer of the model is prepared for QAT"):
+        ao_lab.advance_qat(torch.nn.Linear(32, 32))
+
+
 def test_counts_without_memory_are_told_apart_as_objects():
     """All of them have the address 0; a tensor's version says how often it was written."""
     net = counting().to("meta")
