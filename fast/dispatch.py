@@ -111,7 +111,7 @@ Kernel = Callable[[Any, tuple[Any, ...], Sequence[Any], Any], Any]
 class Function:
     """A public function below its signature. operands: what to call its tensors in messages.
 
-    differentiable: its operator has a gradient, or an error in place of one.
+    differentiable: its operator has a gradient, or an error in place of one; host: the kernel of CPU tensors.
     """
 
     name: str
@@ -120,6 +120,7 @@ class Function:
     operator: Reference
     kernel: Kernel | None = None
     differentiable: bool = False
+    host: Kernel | None = None
 
 
 def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
@@ -193,6 +194,10 @@ def _compute(
     operands = [_plain(operand) for operand in operands]
     if function.kernel is not None and has_kernels(operands[0]):
         result = function.kernel(record, values, operands, key)
+        if result is not None:
+            return result
+    if function.host is not None and operands[0].device.type == "cpu":
+        result = function.host(record, values, operands, key)
         if result is not None:
             return result
     return function.reference(record, values, operands)

@@ -15,13 +15,14 @@ one gets that one or ValueError. Nothing is measured here.
   row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or
   of a few, on a CPU by `fast.cpu.linear`; within `reference.linear_error_bound` of the exact product. On a CPU several
-  rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of
-  bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize`` rounds; inputs in a scheme are
-  rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit
-  inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more rows on Hopper, which
-  decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a scheme: where
-  16-bit floats hold it exactly (8 bits under a scale for each row, MX) the product is that of what is stored, in
-  others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain` names as ``dequantize``.
+  rows are multiplied by weights of 131,072 elements or more (65,536 where they are quantized), by smaller ones a single
+  row; where it has products of bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize``
+  rounds; inputs in a scheme are rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of
+  up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more
+  rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a
+  scheme: where 16-bit floats hold it exactly (8 bits under a scale for each row, MX) the product is that of what is
+  stored, in others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain` names as
+  ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its
   scheme and back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for
   bit.
@@ -50,6 +51,7 @@ from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
+from fast.cpu.products import Dequantized, Integers, prepared_dequantized, prepared_integers
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family, Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
@@ -240,7 +242,7 @@ LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cus
 
 
 #: What is called as `prepared.launch(prepared, x, bias)`.
-Prepared = Program | ScaledProduct
+Prepared = Program | ScaledProduct | Dequantized | Integers
 
 
 #: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias, the shape of the result and `Selected.family`.
@@ -262,8 +264,26 @@ def prepared_product(
     if w.recipe.rotation:
         return None
     kernel, family = selected(w, x.dtype, x.shape[0] if is_tuned(w.device) else None)
+    if is_host(w.device):
+        return _on_host(kernel, x, w, shape)
     make = PREPARE.get(kernel)
     return None if make is None or not w.is_cuda else make(x, w, bias, shape, family)
+
+
+def _on_host(
+    kernel: str, x: torch.Tensor, w: QuantizedWeight, shape: tuple[int, ...]
+) -> Dequantized | Integers | None:
+    """By compiled loops of the CPU, for inputs in a scheme: what a layer takes without them is products alone."""
+    scheme = w.recipe.activation
+    if scheme is None or not sums_along_blocks(w) or not w.meta.transposed or w.meta.layout != "plain":
+        return None
+    if kernel == "dequantize":
+        return prepared_dequantized(x, w.quantized, shape, scheme, w.input_scales)
+    return (
+        prepared_integers(x, w.quantized, shape, scheme)
+        if kernel == "int8" and w.input_scales is None
+        else None
+    )
 
 
 def _fused(

@@ -1,9 +1,10 @@
 """Operations of `QuantizedTensor` that layers are made of: products, selected in `ao_lab.gemm.select`; and F.linear of eager
 inference, outside of the dispatcher.
 
-On a GPU that is prepared: what is left of the host's time of a layer. The first product of a shape goes the ordinary way
-(`eager_linear`), of many rows the second one too. If it was launches alone, or these and torch's product of codes, it is kept
-with the weight as a program (`fast.prepared`) among what `_settled` keeps for the weight's parts and goes with them.
+On a GPU, and on a CPU of quantized inputs, that is prepared: what is left of the host's time of a layer. The first product of a
+shape goes the ordinary way (`eager_linear`), of many rows the second one too. If it was launches alone, or these and torch's
+product of codes, it is kept with the weight as a program (`fast.prepared`) among what `_settled` keeps for the weight's parts
+and goes with them.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def _dense(x: Any) -> Any:
 FIRST_ROWS = 128
 #: The most shapes of inputs that a weight keeps, of either.
 MOST_SHAPES = 64
+#: How often a CPU's program is asked for that is not there: its loops are compiled for what is called again and again.
+MOST_TRIES = 64
 #: Where programs are in `_settled`, beside dtypes.
 PROGRAMS = "programs"
 
@@ -168,11 +171,11 @@ _autocast_on = torch.is_autocast_enabled
 class PreparedProducts:
     """A weight's programs by shapes and dtypes of inputs and bias; None where there is none."""
 
-    __slots__ = ("programs", "seen", "tuned", "version")
+    __slots__ = ("programs", "seen", "tries", "tuned", "version")
 
     def __init__(self, tuned: bool) -> None:
         """tuned: whether something was, for the device: then what is pinned goes another way."""
-        self.version, self.tuned = VERSION[0], tuned
+        self.version, self.tuned, self.tries = VERSION[0], tuned, 0
         self.programs: dict[Any, Prepared | None] = {}
         #: Shapes of more than FIRST_ROWS rows that came once.
         self.seen: set[Any] = set()
@@ -208,7 +211,11 @@ class PreparedProducts:
         key = _one(key)
         transposed = w.transposed()
         shape = (*x.shape[:-1], transposed.shape[1])
-        self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), transposed, bias, shape)
+        program = prepared_product(x.reshape(rows, x.shape[-1]), transposed, bias, shape)
+        if program is None and not w.is_cuda and self.tries < MOST_TRIES:
+            self.tries += 1
+            return
+        self.programs[key] = program
 
     def _is_new(self, key: Any) -> bool:
         """Whether a key comes for the first time, of the last MOST_SHAPES."""
@@ -245,13 +252,18 @@ def prepared_linear(
         if y is not None:
             return y
     result: torch.Tensor | None = eager_linear(input, weight, bias)
-    if result is not None and on_gpu(weight):
+    if result is not None and (on_gpu(weight) or _is_quick_on_host(weight)):
         with torch._C.DisableTorchFunctionSubclass():
             settled = weight.__dict__["_settled"]
             if known is None or known.version != VERSION[0]:
                 known = settled[PROGRAMS] = PreparedProducts(is_tuned(weight.device))
             known.add(input, weight, bias)
     return result
+
+
+def _is_quick_on_host(weight: QuantizedTensor) -> bool:
+    """Whether a CPU has programs for a weight's products: inputs are quantized, which takes longer to look up than to do."""
+    return weight.recipe.activation is not None and weight.codes.device.type == "cpu"
 
 
 def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:

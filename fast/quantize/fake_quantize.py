@@ -205,6 +205,21 @@ def _fake_quantize_reference(record: Any, values: Values, operands: Operands) ->
     return reference.fake_quantize(operands[0], record, axis=values[0], scales=scales, random_bits=words)
 
 
+def _fake_quantize_host(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By a compiled loop, which calls like this one find by their key."""
+    from fast.cpu.quantize import NOT_GIVEN, plan_of
+
+    *parts, words = parts_of(operands)
+    if not isinstance(record, Scheme) or words is not None:
+        return None
+    given_parts = NOT_GIVEN if len(operands) == 1 else (parts[0], parts[1], parts[2])
+    plan = plan_of(operands[0], record, values[0], given=given_parts)
+    if plan is None:
+        return None
+    dispatch.remember(key, plan.values, record)
+    return plan.values(*operands)
+
+
 def _vjp(record: Any, values: Values, operands: Operands) -> tuple[Any, ...]:
     g, x, *_ = operands
     *scales, words = parts_of(operands[1:])
@@ -233,6 +248,7 @@ FAKE_QUANTIZE = Function(
     _fake_quantize,
     _fake_quantize_kernel,
     differentiable=True,
+    host=_fake_quantize_host,
 )
 FAKE_QUANTIZE_VJP = Function("fake_quantize_vjp", ("g", *GIVEN), _vjp_reference, _vjp, _vjp_kernel)
 FAKE_QUANTIZE_OP = register("fake_quantize", fake_quantize_op, _fake_quantize_fake, _backward, _save)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import PARTS, Function, execute, require_tensor, run, scale_parts, settings
+from fast.dispatch import PARTS, Function, execute, remember, require_tensor, run, scale_parts, settings
 from fast.ops import constant_record, given_of, record_name, register
 from reference import Quantized, Scales, Scheme
 from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name
@@ -238,22 +238,29 @@ def _quantize_kernel(record: Any, values: Values, operands: Operands, key: Any) 
 
 
 def _quantize_reference(record: Any, values: Values, operands: Operands) -> Quantized:
-    from fast.cpu.quantize import quantized
-
     scales, words = given(operands)
     axis, packed, tiled = values
-    result = None
-    if scales is None and words is None and isinstance(record, Scheme) and not packed and not tiled:
-        result = quantized(operands[0], record, axis)
-    if result is not None:
-        return result
     return reference.quantize(
         operands[0], record, axis=axis, scales=scales, random_bits=words, packed=packed, tiled=tiled
     )
 
 
+def _quantize_host(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By a compiled loop, which calls like this one find by their key."""
+    from fast.cpu.quantize import plan_of
+
+    axis, packed, tiled = values
+    if len(operands) > 1 or not isinstance(record, Scheme) or packed or tiled:
+        return None
+    plan = plan_of(operands[0], record, axis, codes=True)
+    if plan is None:
+        return None
+    remember(key, plan.quantized, record)
+    return plan.quantized(*operands)
+
+
 GIVEN = ("x", "scale", "outer scale", "zero point", "random_bits")
-QUANTIZE = Function("quantize", GIVEN, _quantize_reference, _quantize, _quantize_kernel)
+QUANTIZE = Function("quantize", GIVEN, _quantize_reference, _quantize, _quantize_kernel, host=_quantize_host)
 register("quantize", quantize_op, _quantize_fake)
 
 # quantize the transpose of a matrix that lies in rows
@@ -284,7 +291,7 @@ def _turned_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
 
 
 QUANTIZE_TURNED = Function(
-    "quantize, of a transpose", ("x",), lambda r, v, o: _quantize_reference(r, v, (o[0].t(),)),
+    "quantize, of a transpose", ("x",), lambda r, v, o: execute(QUANTIZE, r, v, (o[0].t(),)),
     lambda r, v, o: _quantize(r, v, (o[0].t(),)), _turned_kernel,
 )  # fmt: skip
 
@@ -348,11 +355,29 @@ def _dequantize_reference(record: Any, values: Values, operands: Operands) -> An
     return reference.dequantize(q, _name(dtype)) if result is None else result
 
 
+def _dequantize_host(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By a compiled loop, which calls like this one find by their key."""
+    from fast.cpu.prepared_dequantize import prepared
+
+    dtype, *settings = values
+    q = stored(record, settings, operands)
+    call = prepared(q, _name(dtype)) if isinstance(q.scheme, Scheme) else None
+    if call is None:
+        return None
+    remember(key, call, record)
+    return call(*operands)
+
+
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 DEQUANTIZE = Function(
-    "dequantize", ("codes", *GIVEN[1:4]), _dequantize_reference, _dequantize, _dequantize_kernel
+    "dequantize",
+    ("codes", *GIVEN[1:4]),
+    _dequantize_reference,
+    _dequantize,
+    _dequantize_kernel,
+    host=_dequantize_host,
 )
 register("dequantize", dequantize_op, _dequantize_fake)

@@ -117,7 +117,8 @@ class Loop:
     """What a kernel is compiled for. zero: NO_ZERO, CODE_ZERO or VALUE_ZERO of `decode`; divides: by scales; rounds: every
     operation to bfloat16; half: decoded numbers are bfloat16, else float32; multiplies: rows of inputs, else decoded rows are
     written; run: a divisor of a block's length, at most LANES; one: codes of a step share a scale; in_block: steps of a block
-    where those are few; shift: a block is 2**shift codes, less than a step, or 0."""
+    where those are few; shift: a block is 2**shift codes, less than a step, or 0; flushes: numbers of bfloat16 below 2**-126
+    may be written as 0."""
 
     decoding: Decoding
     packed: bool
@@ -130,6 +131,7 @@ class Loop:
     one: bool = False
     in_block: int = 0
     shift: int = 0
+    flushes: bool = False
 
     @property
     def group(self) -> tuple[int, int]:
@@ -177,7 +179,7 @@ def _kernel(loop: Loop) -> Callable[..., None]:
     bits, kind, flip, less, has_unit = d.bits, d.kind, d.flip, d.less, int(d.unit != 1)
     mantissa, bias, special = d.mantissa, d.bias, d.special
     enters, divides, rounds, has_zero = loop.zero, int(loop.divides), int(loop.rounds), int(loop.zero != 0)
-    flushes, in_block, shift = int(multiplies), loop.in_block, loop.shift
+    flushes, in_block, shift = int(multiplies or loop.flushes), loop.in_block, loop.shift
     step, elements, block_rows, columns = LANES * nbytes, LANES * in_group, ROWS, COLUMNS
 
     def kernel(codes, table, scale, zero, size, x, out, first, last):  # type: ignore[no-untyped-def]

@@ -1,0 +1,129 @@
+"""Products of layers on a CPU, prepared for inputs like those that they had: inputs quantized and the weight decoded, or codes
+multiplied, by compiled loops, and nothing looked up between.
+
+They are called as `fast.prepared.Program` is: `launch(program, x, bias)`, None where the ordinary call has to compute. Results
+have the bits of that call: of `Dequantized` torch's product of what `reference.fake_quantize` and `reference.dequantize` give,
+of `Integers` those of `reference.linear` with accumulation "blocked" and one block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fast.cpu.linear import integer_sums
+from fast.cpu.prepared_dequantize import Plan as Weight
+from fast.cpu.prepared_dequantize import prepared as prepared_weight
+from fast.cpu.quantize import NOT_GIVEN, Plan, plan_of
+from reference import Quantized, Scales, Scheme
+
+
+class Dequantized:
+    """x as its scheme represents it times the dequantized weight, in x's dtype."""
+
+    __slots__ = ("arrays", "given", "inputs", "known", "launch", "parts", "shape", "weight")
+
+    def __init__(
+        self,
+        inputs: Plan | None,
+        given: tuple[Any, ...],
+        weight: Weight,
+        w: Quantized,
+        shape: tuple[int, ...],
+    ) -> None:
+        """inputs: None for those that are taken as they are; given: parts of their scales; shape: of the result."""
+        self.inputs, self.given, self.weight, self.shape = inputs, given, weight, shape
+        self.parts = (w.codes, w.scale, w.zero)
+        self.arrays, self.known, self.launch = weight.arrays(*self.parts), addresses(self.parts), dequantized
+
+
+def dequantized(program: Dequantized, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The product; None where its bits are for the reference to say, and where the weight has moved or has a zero point, which
+    is copied for the loop."""
+    if not x.is_cpu or addresses(program.parts) != program.known or program.parts[2] is not None:
+        return None
+    rows = x if program.inputs is None else program.inputs.values(x, *program.given)
+    dense = None if rows is None else program.weight.decoded(*program.arrays)
+    if rows is None or dense is None:
+        return None
+    rows = rows.view(-1, rows.shape[-1])
+    y = torch.mm(rows, dense.t()) if bias is None else torch.addmm(bias.to(x.dtype), rows, dense.t())
+    return y.view(program.shape)
+
+
+class Integers:
+    """Codes of x times those of a weight, int8 both: exact sums, scaled afterwards."""
+
+    __slots__ = ("codes", "dtype", "inputs", "known", "launch", "parts", "scale", "scaled", "shape")
+
+    def __init__(self, inputs: Plan, w: Quantized, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        from fast.cpu.loops.ends import compiled_sums
+
+        self.inputs, self.dtype, self.shape = inputs, dtype, shape
+        self.parts, self.known = (w.codes, w.scale), addresses((w.codes, w.scale))
+        self.codes, self.scale = w.codes.view(torch.int8).t(), w.scale.reshape(-1).numpy()
+        self.scaled, self.launch = compiled_sums(inputs.rule.has_zero), integers
+
+
+def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The product; None where the bits of the codes are for the reference to say, and where the weight has moved."""
+    if not x.is_cpu or addresses(program.parts) != program.known:
+        return None
+    made = program.inputs.codes(x)
+    if made is None:
+        return None
+    codes, scale, zero = made
+    sums = integer_sums(codes.view(-1, codes.shape[-1]), program.codes)
+    whole = NO_SUMS
+    if program.inputs.rule.has_zero:
+        ones = codes.new_ones((1, codes.shape[-1]))
+        whole = integer_sums(ones, program.codes).view(-1).numpy()
+    added = NO_BIAS if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
+    y = torch.empty(sums.shape, dtype=torch.float32, device="cpu")
+    program.scaled(sums.numpy(), scale.reshape(-1), zero.reshape(-1), whole, program.scale, added, y.numpy())
+    return y.to(program.dtype).view(program.shape)
+
+
+#: Rows whose sums are scaled on one thread, at most.
+MOST_ROWS = 64
+NO_SUMS, NO_BIAS = np.zeros(1, np.int32), np.zeros(0, np.float32)
+
+
+def addresses(parts: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
+    """Where tensors lie."""
+    return tuple([0 if part is None else part.data_ptr() for part in parts])
+
+
+def prepared_dequantized(
+    x: torch.Tensor, w: Quantized, shape: tuple[int, ...], scheme: Scheme | None, scales: Scales | None
+) -> Dequantized | None:
+    """The product of x (M, K) in a scheme, its scales found or given, by a weight (N, K), its result in a shape of as many
+    elements; None where a loop is not for both, and for parts that have gaps."""
+    given = NOT_GIVEN if scales is None else (scales.scale, scales.outer, scales.zero)
+    inputs = None if scheme is None else plan_of(x, scheme, -1, given=given)
+    lies = w.codes.is_contiguous() and w.scale.is_contiguous() and not w.codes.is_neg()
+    if (scheme is not None and inputs is None) or w.zero is not None or w.outer is not None or not lies:
+        return None
+    weight = prepared_weight(w, str(x.dtype).removeprefix("torch."))
+    if not isinstance(weight, Weight):
+        return None
+    return Dequantized(inputs, () if scales is None else given, weight, w, shape)
+
+
+def prepared_integers(
+    x: torch.Tensor, w: Quantized, shape: tuple[int, ...], scheme: Scheme
+) -> Integers | None:
+    """The product of x (M, K) in a scheme of int8, one scale a row, by an int8 weight (N, K) without zero points, its result in
+    a shape of as many elements; None where the loop is not for such inputs, and for parts that have gaps."""
+    if len(x) > MOST_ROWS:
+        return None
+    inputs = plan_of(x, scheme, -1, codes=True)
+    lies = w.codes.is_contiguous() and w.scale.is_contiguous()
+    if inputs is None or inputs.blocks[1] != 1 or not lies:
+        return None
+    return Integers(inputs, w, x.dtype, shape)
+
+
+__all__ = ["Dequantized", "Integers", "prepared_dequantized", "prepared_integers"]

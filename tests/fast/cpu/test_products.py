@@ -1,0 +1,103 @@
+"""Products that a CPU prepares with a layer's weight: the bits of the ordinary call, whatever happens to weight and inputs."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+import ao_lab
+from ao_lab.tensor import matmul_ops
+from fast.cpu import prepared_dequantize, products
+from fast.cpu import quantize as rounding
+
+CONFIGS = {
+    "int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+    "int8, zero points": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(
+        activation_scheme="int8_rowwise_asymmetric"
+    ),
+    "int8 of transformers": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig().for_layout(
+        "compressed-tensors"
+    ),
+    "fp8 of transformers": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig().for_layout(
+        "compressed-tensors"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(rounding, "SOON", 0)
+    monkeypatch.setattr(prepared_dequantize, "SOON", 0)
+
+
+def layer(name, bias=True, dtype=torch.bfloat16):
+    torch.manual_seed(5)
+    made = torch.nn.Sequential(torch.nn.Linear(128, 160, bias=bias, dtype=dtype)).requires_grad_(False)
+    ao_lab.quantize_(made, CONFIGS[name]())
+    return made
+
+
+def inputs(*shape, dtype=torch.bfloat16, seed=1):
+    return torch.randn(*shape, 128, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ordinary(made, x):
+    """What a layer gives that has no program yet."""
+    with torch.no_grad():
+        return deepcopy(made)(x)
+
+
+def program(made):
+    """What the layer's weight keeps, the last one."""
+    return [*made[0].weight.__dict__["_settled"][matmul_ops.PROGRAMS].programs.values()][-1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_those_of_the_ordinary_call(name, bias, dtype, monkeypatch):
+    made = layer(name, bias, dtype)
+    calls = []
+    for kind in ("dequantized", "integers"):
+        function = getattr(products, kind)
+        monkeypatch.setattr(products, kind, lambda *a, f=function: calls.append(f) or f(*a))
+    for shape in ((1,), (1, 1), (2, 3)):
+        x = inputs(*shape, dtype=dtype)
+        want = made(x)
+        got = made(inputs(*shape, dtype=dtype))
+        assert len(calls) == 1
+        assert got.shape == want.shape
+        assert torch.equal(got, want)
+        other = inputs(*shape, dtype=dtype, seed=2) * 30
+        assert torch.equal(made(other), ordinary(made, other))
+        calls.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["int8", "int8 of transformers"])
+def test_what_the_loop_is_not_for_goes_the_ordinary_way(name):
+    made = layer(name)
+    x = inputs(1)
+    made(x)
+    assert program(made) is not None
+    x[0, 3] = float("nan")
+    assert made(x).isnan().all()
+    assert program(made).launch(program(made), x, None) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["int8", "int8 of transformers"])
+def test_a_weight_that_changes_is_read_anew(name):
+    made, x = layer(name), inputs(1)
+    before = made(x)
+    weight = made[0].weight
+    weight.scale.mul_(0.5)
+    changed = made(x)
+    assert torch.equal(changed, ordinary(made, x))
+    assert not torch.equal(changed, before)
+    weight.codes.data = weight.codes.flip(0)
+    assert torch.equal(made(x), ordinary(made, x))
+    ao_lab_again = ao_lab.quantized(torch.randn(160, 128, dtype=torch.bfloat16), weight.recipe)
+    made[0].weight.data = ao_lab_again
+    assert torch.equal(made(x), ordinary(made, x))
