@@ -381,7 +381,7 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
     if before.kernel != after.kernel:
         told.append(
             f"kernel: {after.kernel}, so that results are bitwise those of transformers, which dequantizes weights and inputs "
-            "before each matmul; this takes longer than dense layers, on a CPU several times as long, the option "
+            "before each matmul; this takes as long as dense layers or longer (on a CPU up to three times), the option "
             f"kernel={faster_kernel(after)} selects a faster kernel"
         )
     return told

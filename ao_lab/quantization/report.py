@@ -80,8 +80,8 @@ BESIDE = (ADAPTER, RESIDUAL)
 REPLACED = "not in QAT (put here after step='prepare')"
 #: Of layers whose configuration names the kernel "dequantize", as `Config.for_layout` does.
 SLOW = (
-    "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and takes longer than an "
-    "unquantized layer, on a CPU several times as long; a configuration with {} is faster here"
+    "  dequantize: each matmul dequantizes weights and inputs first, bitwise as transformers does, and takes as long as an "
+    "unquantized layer or longer (on a CPU up to three times); a configuration with {} is faster here"
 )
 #: Of layers that are prepared for QAT on a CPU.
 SLOW_TRAINING = (
