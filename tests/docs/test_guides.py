@@ -140,7 +140,9 @@ def unknown(line, commands):
     words = shlex.split(line, comments=True)[1:]
     if words[0] in {name for one in commands.params for name in one.opts}:  # of the program, with its value
         words = words[2:]
-    command = commands.get_command(None, words[0]) if words[0] in commands.list_commands(None) else None
+    context = commands.make_context("ao-lab", [], resilient_parsing=True)
+    named = words[0] in commands.list_commands(context)
+    command = commands.get_command(context, words[0]) if named else None
     if command is None:
         return words[:1]
     if hasattr(command, "commands"):
