@@ -174,6 +174,8 @@ def check(out: Path) -> None:
     check_extra("plot")
     if out.suffix not in FILES:
         raise WrongInput(f"--out {out}: the name of a figure's file ends in {', '.join(FILES)}")
+    if not out.parent.is_dir():
+        raise WrongInput(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
     check_writable(out.parent, "the folder of --out")
 
 
@@ -189,7 +191,6 @@ def _write(
     # Figures are files: no window, whatever the machine.
     mpl.use("Agg")
     figure = draw()
-    out.parent.mkdir(parents=True, exist_ok=True)
     save(figure, out, description)
     if as_json:
         print_json({"figure": str(out), "shows": description, **(told or {})})

@@ -19,6 +19,9 @@ try:
     from ao_lab.jax.matmul import matmul
     from ao_lab.jax.training import dot_general
 except ModuleNotFoundError as error:
+    if error.name == "torch":
+        said = "ao_lab.jax needs torch beside JAX: pip install torch; without it ao_lab.quantize and dequantize take JAX arrays"
+        raise ModuleNotFoundError(said, name="torch") from None
     raise explained(error) from None
 
 # What `from_torch` makes may be handed to `jax.jit` before anything else here is called.

@@ -81,7 +81,11 @@ def _parts(value: Any) -> Any:
 def _array_differences(actual: Any, expected: Any, inputs: Any, name: str) -> list[str]:
     got, want = _numpy(actual), _numpy(expected)
     if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return [f"{name}: got {got.dtype} of shape {got.shape}, expected {want.dtype} of shape {want.shape}"]
+        same = got.shape == want.shape and got.dtype.itemsize == want.dtype.itemsize
+        cure = f"; for their bits alone view one as {want.dtype}" * same
+        return [
+            f"{name}: got {got.dtype} of shape {got.shape}, expected {want.dtype} of shape {want.shape}{cure}"
+        ]
     different = bits_of(got) != bits_of(want)
     count = int(different.sum())
     if not count:

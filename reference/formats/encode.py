@@ -375,7 +375,9 @@ def encode(
     """Encode x in a format: one code per element, the unsigned integer that stores its quantized value.
 
     x: float32, bfloat16, float16 or float64, any shape, NumPy, JAX or torch (float64 is rounded once, correctly).
-    fmt: a name of `FORMATS` or a record. rounding, overflow: see above. random_bits: uint32 of x's shape, for stochastic.
+    fmt: a name of `FORMATS` or a record. rounding: nearest_even, nearest_away, toward_zero, up, down, to_odd or stochastic,
+    with random_bits, uint32 of x's shape. overflow, of what is beyond the largest finite value: "saturate" (that value),
+    "nonfinite" (the format's infinity, or its NaN), "inf" or "nan".
     Returns uint8 (uint16 for 16-bit formats) of x's shape in the same library, the code in the low bits.
     Raises TypeError for integer or complex x, ValueError for an unknown name or an overflow that the format cannot express.
     """

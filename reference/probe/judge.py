@@ -22,12 +22,14 @@ from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
 from reference.quantize.quantize import dequantize, quantize
 from reference.schemes.schemes import Scheme
 
-#: Sizes of a case without x or w: no multiples of tiles; six blocks of 128 along K.
-TOKENS, OUTPUTS, CHANNELS = 251, 96, 768
+#: Sizes of a case without x or w: no multiples of tiles, and tokens for kernels that take no such number; six blocks of 128
+#: along K.
+TOKENS, WHOLE_TILES, OUTPUTS, CHANNELS = 251, 256, 96, 768
 #: Powers of two that inputs are multiplied by, and those of float16, whose outputs would overflow.
 POWERS = {"float32": (12, -12), "bfloat16": (12, -12), "float16": (4, -4)}
-#: What is cut off N and K of other lengths, the first that the schemes and the kernel take; five tokens are cut off always.
-CUTS = ((7, 3), (7, 16), (16, 16), (16, 32), (32, 64), (32, 128), (0, 16), (0, 32), (0, 128), (0, 0))
+#: What is cut off M, and off N and K, of other lengths: the first that the schemes and the kernel take.
+FEWER = (5, 16, 32, 64, 128, 0)
+CUTS = ((7, 3), (7, 16), (16, 16), (16, 32), (32, 64), (32, 128), (0, 16), (0, 32), (0, 128))
 #: What a kernel that does not take a length raises.
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
 #: Calls on the same inputs, which shall give the same outputs, or right ones.
@@ -126,8 +128,9 @@ def judge(
     `ao_lab.testing.probe_kernel`; x and w are NumPy arrays."""
     found: list[Finding] = []
     outputs: dict[str, tuple[Case, F64]] = {}
-    given, refused = operands(x, w, dtype, seed), list[str]()
-    for case, y in _calls(kernel, cases(scheme, weight, *given, dtype), refused):
+    refused = list[str]()
+    given = _operands_taken(kernel, scheme, weight, x, w, dtype, seed, refused)
+    for case, y in _calls(kernel, scheme, weight, *given, dtype, refused):
         outputs[case.name] = case, y
         found += findings(case, y, dtype, accumulation, quantized=quantized)
         if not found:
@@ -147,7 +150,9 @@ def judge(
     ties = None if quantized else _ties(kernel, first[0], dtype, accumulation, seed)
     worst = max((one for one in found if one.found), key=lambda one: one.sigmas, default=None)
     name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
-    return KernelReport(tuple(found), name, share, tuple(refused), _remarks(first[1], again), ties)
+    return KernelReport(
+        tuple(found), name, share, tuple(dict.fromkeys(refused)), _remarks(first[1], again), ties
+    )
 
 
 def _sums_compared(found: Iterable[Finding]) -> bool:
@@ -156,25 +161,52 @@ def _sums_compared(found: Iterable[Finding]) -> bool:
 
 
 def _calls(
-    kernel: Callable[[Case], Any], asked: Iterator[tuple[Case, ...]], refused: list[str]
+    kernel: Callable[[Case], Any],
+    scheme: Scheme | None,
+    weight: Scheme,
+    x: Any,
+    w: Any,
+    dtype: str,
+    refused: list[str],
 ) -> Iterator[tuple[Case, F64]]:
-    """Outputs of the first of each that the kernel takes; of the first case those of more calls too, where they differ."""
-    for number, choices in enumerate(asked):
-        for case in choices:
-            try:
-                y = np.asarray(kernel(case), np.float64)
-            except REFUSALS as error:
-                if case is choices[-1]:
-                    raise
-                said = str(error).strip().partition("\n")[0]
-                refused.append(
-                    f"  not tried, as it raises {type(error).__name__} ({said[:80]}): M, N, K = {case.sizes}"
-                )
-                continue
-            yield case, y
-            break
+    """Outputs of all cases; of the first case those of more calls too, where they differ."""
+    for number, case in enumerate(cases(scheme, weight, x, w, dtype)):
+        y = np.asarray(kernel(case), np.float64)
+        yield case, y
         if not number:
-            yield from _again(kernel, choices[0], y)
+            yield from _again(kernel, case, y)
+    yield from _other_lengths(kernel, scheme, weight, x, w, refused)
+
+
+def _operands_taken(
+    kernel: Callable[[Case], Any],
+    scheme: Scheme | None,
+    weight: Scheme,
+    x: Any,
+    w: Any,
+    dtype: str,
+    seed: int,
+    refused: list[str],
+) -> tuple[Any, Any]:
+    """`operands`; typical inputs have whole tiles of tokens where the kernel refuses an odd number of them."""
+    given = operands(x, w, dtype, seed)
+    if x is not None:
+        return given
+    odd = Case(*given, scheme, weight, "inputs as they are")
+    taken = _attempt(kernel, odd, refused) is not None
+    return given if taken else operands(typical_inputs(WHOLE_TILES, given[0].shape[1], seed), w, dtype, seed)
+
+
+def _attempt(kernel: Callable[[Case], Any], case: Case, refused: list[str]) -> F64 | None:
+    """Outputs; None where the kernel raises an error for the case, which `refused` then names."""
+    try:
+        return np.asarray(kernel(case), np.float64)
+    except REFUSALS as error:
+        said = str(error).strip().partition("\n")[0]
+        refused.append(
+            f"  not tried, as it raises {type(error).__name__} ({said[:80]}): M, N, K = {case.sizes}"
+        )
+        return None
 
 
 def _again(kernel: Callable[[Case], Any], case: Case, y: F64) -> Iterator[tuple[Case, F64]]:
@@ -219,24 +251,49 @@ def _ties(kernel: Callable[[Case], Any], case: Case, dtype: str, accumulation: s
     return ties_are_the_specifications(tied, y, dtype, accumulation, BEYOND)
 
 
-def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[tuple[Case, ...]]:
-    """The calls that a kernel has to stand; of several at once the first that it takes."""
-    yield (Case(x, w, scheme, weight, "inputs as they are"),)
+def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[Case]:
+    """The calls of these lengths that a kernel has to stand."""
+    yield Case(x, w, scheme, weight, "inputs as they are")
     for power in POWERS[dtype]:
-        yield (Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}"),)
-    yield tuple(_other_lengths(scheme, weight, x, w))
+        yield Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}")
     broken = x.copy()
     broken[len(x) // 2, x.shape[1] // 3] = np.nan
-    yield (Case(*_with_zeros(scheme, weight, broken, w), scheme, weight, "NaN in a token, zeros in another"),)
+    yield Case(*_with_zeros(scheme, weight, broken, w), scheme, weight, "NaN in a token, zeros in another")
 
 
-def _other_lengths(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> Iterator[Case]:
-    for outputs, channels in CUTS:
-        if (len(w) > 2 * outputs and x.shape[1] > 2 * channels) or not outputs + channels:
-            parts = x[:-5, channels:], w[: len(w) - outputs, channels:]
-            less, fewer = (np.ascontiguousarray(one) for one in parts)
-            if _takes(scheme, weight, less, fewer):
-                yield Case(less, fewer, scheme, weight, "other lengths")
+def _other_lengths(
+    kernel: Callable[[Case], Any], scheme: Scheme | None, weight: Scheme, x: Any, w: Any, refused: list[str]
+) -> Iterator[tuple[Case, F64]]:
+    """Outputs of the first other lengths that schemes and kernel take; none where they take none, which `refused` then says."""
+
+    def tried(tokens: int, outputs: int, channels: int) -> tuple[Case, F64] | None:
+        case = _shorter(scheme, weight, x, w, tokens, outputs, channels)
+        y = None if case is None else _attempt(kernel, case, refused)
+        return None if case is None or y is None else (case, y)
+
+    for tokens in (one for one in FEWER if len(x) > 2 * one):
+        # All three at once first; what is refused then is asked of M alone, and of N and K once that is taken.
+        at_once = tried(tokens, *CUTS[0]) if tokens == FEWER[0] else None
+        alone = tried(tokens, 0, 0) if tokens and at_once is None else None
+        if at_once is None and tokens and alone is None:
+            continue
+        cuts = CUTS[1:] if tokens == FEWER[0] else CUTS
+        found = at_once or next(filter(None, (tried(tokens, *cut) for cut in cuts)), alone)
+        if found is not None:
+            yield found
+            return
+    refused.append("  no other lengths were tried: the kernel or a scheme takes none of them")
+
+
+def _shorter(
+    scheme: Scheme | None, weight: Scheme, x: Any, w: Any, tokens: int, outputs: int, channels: int
+) -> Case | None:
+    """The case with so much cut off M, N and K; None where too little is left, or a scheme does not take it."""
+    if len(w) <= 2 * outputs or x.shape[1] <= 2 * channels:
+        return None
+    parts = x[: len(x) - tokens, channels:], w[: len(w) - outputs, channels:]
+    less, fewer = (np.ascontiguousarray(one) for one in parts)
+    return Case(less, fewer, scheme, weight, "other lengths") if _takes(scheme, weight, less, fewer) else None
 
 
 def _with_zeros(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> tuple[Any, Any]:

@@ -387,8 +387,8 @@ def register(record: Record) -> Record:
 
     record: a `Format`, which schemes may then name, or a `Scheme`; it comes back, so that one line makes and registers it.
     Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
-    ValueError where the name belongs to another record (names are never given anew), and, unless `deviations` say so, targets
-    beyond what elements hold and scales of 8 bits without an outer one; TypeError for anything else.
+    ValueError where the name is another record's (names are never given anew), and, unless `deviations` say so, for targets
+    beyond what elements hold, scales of 8 bits without an outer one, zero points without a range; TypeError for anything else.
     """
     if not isinstance(record, (Format, Scheme)):
         raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
@@ -400,6 +400,7 @@ def register(record: Record) -> Record:
         )
     if known is None:
         if isinstance(record, Scheme):
+            _check_zero_points(record)
             _check_target(record)
             _check_range(record)
             RECORDS[record.name] = record
@@ -416,9 +417,26 @@ def _check_target(record: Scheme) -> None:
     fmt, target = record.format, record.scale.target
     largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
     if target > largest and not record.deviations:
+        half = "half of that range" if largest != fmt.limit else "the largest that it holds"
+        held = "all of that range" if record.zero is not None else half
         raise ValueError(
-            f"target {target:g} of {record.name} is beyond {largest:g}, the largest that {fmt.name} holds, so that a block's "
-            f"largest elements saturate; leave target out, or name the saturation in deviations of the scheme if it is meant"
+            f"target {target:g} of {record.name} is beyond {largest:g} ({fmt.name} holds {fmt.min:g} to {fmt.limit:g}; "
+            f"{largest:g} is {held}), so that a block's largest elements saturate; leave target out, or name the saturation in "
+            "deviations of the scheme if it is meant"
+        )
+
+
+def _check_zero_points(record: Scheme) -> None:
+    """ValueError for zero points beside a statistic that is no range of values, unless `deviations` name that."""
+    if (
+        record.zero is not None
+        and not record.scale.statistic.endswith(("minmax", "with_zero"))
+        and not record.deviations
+    ):
+        raise ValueError(
+            f"{record.name} has zero points, and its scales are of statistic {record.scale.statistic!r}, which maps a block's "
+            "largest magnitude onto the whole range of codes: most values of one sign are lost. Give Scale(statistic="
+            "'minmax_with_zero'), as int4_g32_asymmetric has; or leave zero out; or name it in deviations"
         )
 
 
@@ -576,25 +594,7 @@ def default_schemes() -> list[Scheme]:
 
 
 __all__ = [
-    "FLOOR",
-    "MX_ELEMENTS",
-    "POWER_RULES",
-    "RECORDS",
-    "SCHEMES",
-    "Block",
-    "Scale",
-    "Scheme",
-    "Zero",
-    "default_schemes",
-    "flat_size",
-    "format_fields",
-    "format_from",
-    "mx_name",
-    "mx_scheme",
-    "record_of",
-    "register",
-    "scheme_fields",
-    "scheme_from",
-    "scheme_of",
-    "stretched_scheme",
-]
+    "FLOOR", "MX_ELEMENTS", "POWER_RULES", "RECORDS", "SCHEMES", "Block", "Scale", "Scheme", "Zero", "default_schemes",
+    "flat_size", "format_fields", "format_from", "mx_name", "mx_scheme", "record_of", "register", "scheme_fields",
+    "scheme_from", "scheme_of", "stretched_scheme",
+]  # fmt: skip

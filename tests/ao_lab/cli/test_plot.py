@@ -13,6 +13,9 @@ pytest.importorskip("matplotlib")
 
 def test_figures_of_formats(tmp_path, capsys):
     out = tmp_path / "new" / "values.svg"
+    assert main(["plot", "values", "int4", "-o", str(out)]) == 2
+    assert f"there is no folder {out.parent}" in capsys.readouterr().err
+    out.parent.mkdir()
     assert main(["plot", "values", "float4_e2m1fn", "int4", "--out", str(out), "--theme", "dark"]) == 0
     assert "Values of float4_e2m1fn, int4." in out.read_text()
     assert str(out) in capsys.readouterr().out
@@ -108,7 +111,7 @@ def test_wrong_inputs(tmp_path, monkeypatch, capsys, given, said):
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError])
 def test_a_fault_of_drawing_is_no_wrong_input(tmp_path, monkeypatch, kind):
-    """It keeps its traceback, and no folder has been made."""
+    """It keeps its traceback, and no file has been made."""
     from ao_lab import plot
 
     def broken(*formats, **options):
@@ -116,6 +119,6 @@ def test_a_fault_of_drawing_is_no_wrong_input(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(plot, "values", broken)
     with pytest.raises(kind, match="shapes do not match") as found:
-        main(["plot", "values", "int4", "-o", str(tmp_path / "new" / "x.svg")])
+        main(["plot", "values", "int4", "-o", str(tmp_path / "x.svg")])
     assert type(found.value) is kind
-    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.iterdir())

@@ -13,21 +13,64 @@ SCHEME = SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]
 def test_the_cases():
     x, w = judge.operands(None, None, "bfloat16", 0)
     asked = list(judge.cases(SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"], x, w, "bfloat16"))
-    found = {case.name: case for case, *_ in asked}
+    found = {case.name: case for case in asked}
     assert (x == x.astype(np.float32)).all()
     assert not (x.view(np.uint32) & 0xFFFF).any()
     assert (found["inputs times 2^12"].x == x * 4096).all()
-    assert [case.sizes for case in asked[3]][:3] == [(246, 89, 765), (246, 89, 752), (246, 80, 752)]
-    assert asked[3][-1].sizes == (246, 96, 768)
     last = found["NaN in a token, zeros in another"]
     assert np.isnan(last.x).sum() == 1
     assert not last.x[0].any()
     assert not last.w[0].any()
-    blocks = [
-        case.sizes
-        for case, *_ in judge.cases(*SCHEME, typical_inputs(64, 512), typical_weight(256, 512), "float32")
-    ]
-    assert blocks == [(64, 256, 512)] * 3 + [(59, 249, 509)] + [(64, 256, 512)]
+    assert {case.sizes for case in asked} == {(251, 96, 768)}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tried", "lines"),
+    [
+        ((1, 1, 1), (59, 249, 509), 0),
+        ((1, 8, 16), (59, 240, 496), 2),
+        ((16, 1, 1), (48, 249, 509), 2),
+        ((16, 16, 16), (48, 240, 496), 4),
+        ((64, 1, 1), (64, 249, 509), 3),
+        ((64, 256, 512), None, 13),
+    ],
+)
+def test_other_lengths_are_the_first_that_the_kernel_takes(tiles, tried, lines):
+    """Of M alone as of N and K; what a kernel refuses is named once, and a kernel that takes no other length is not refused."""
+
+    def kernel(case):
+        if any(size % tile for size, tile in zip(case.sizes, tiles, strict=True)):
+            raise ValueError(f"tiles of {tiles}")
+        return case.right
+
+    rows, given = (
+        (SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"]),
+        (typical_inputs(64, 512), typical_weight(256, 512)),
+    )
+    refused = list[str]()
+    found = [case.sizes for case, _ in judge._other_lengths(kernel, *rows, *given, refused)]
+    assert found == ([tried] if tried else [])
+    report = judge.judge(kernel, *rows, *given)
+    assert (report.ok, report.refused) == (True, tuple(refused))
+    assert len(refused) == lines
+    assert ("no other lengths were tried" in str(report)) == (tried is None)
+
+
+def test_typical_inputs_have_whole_tiles_where_a_kernel_refuses_odd_ones():
+    sizes = []
+
+    def kernel(case):
+        sizes.append(case.sizes)
+        if case.sizes[0] % 16:
+            raise RuntimeError("M is a multiple of 16")
+        return case.right
+
+    report = judge.judge(kernel, SCHEMES["int8_rowwise"], SCHEMES["int8_rowwise"])
+    assert report.ok
+    assert sizes[:2] == [(251, 96, 768), (256, 96, 768)]
+    assert "M is a multiple of 16): M, N, K = (251, 96, 768)" in report.refused[0]
+    with pytest.raises(RuntimeError, match="multiple of 16"):
+        judge.judge(kernel, *[SCHEMES["int8_rowwise"]] * 2, typical_inputs(37, 384), typical_weight(32, 384))
 
 
 def test_a_right_kernel_and_one_that_is_like_a_fault():

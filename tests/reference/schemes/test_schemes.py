@@ -143,6 +143,17 @@ def test_a_target_that_saturates_is_registered_only_where_it_is_meant(scheme):
     assert register(replace(made, deviations=("saturates",))).scale.target == target
 
 
+@pytest.mark.parametrize("statistic", ["absmax", "minmax_split"])
+def test_zero_points_stand_beside_a_range_or_are_meant(scheme, statistic):
+    """Beside a largest magnitude values of one sign are lost; with the statistic that the message names none are."""
+    made = replace(SCHEMES["int4_g32"], name="lost", zero=Zero(), scale=Scale(block=32, statistic=statistic))
+    refused(ValueError, "most values of one sign are lost.*statistic='minmax_with_zero'", register, made)
+    assert "lost" not in SCHEMES
+    assert register(replace(made, deviations=("one sign is lost",))).zero == Zero()
+    kept = register(replace(made, name="kept", scale=Scale(block=32, statistic="minmax_with_zero")))
+    assert (np.sign(reference.fake_quantize(X, kept)) * np.sign(X) >= 0).all()
+
+
 def test_scales_of_8_bits_have_an_outer_scale_or_are_meant(scheme):
     """Without one they saturate, or make all elements 0; the outer scale that the message names is right."""
     narrow = replace(
