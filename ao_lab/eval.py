@@ -415,7 +415,15 @@ def changed_beside(model: nn.Module, base: nn.Module) -> list[str]:
 
 
 def told_values(tasks: Mapping[str, Any], windows: int | None) -> Iterator[tuple[str, str, str]]:
-    """Task, name and value of each number as text, rounded to its error, with half of its 95% interval where it has one.
+    """Task, name and value of each number as text, rounded to its error, with half of its 95% interval where it has one."""
+    for task, name, value, half in with_halves(tasks, windows):
+        yield task, name, str(value) if type(value) is int else rounded(value, half)
+
+
+def with_halves(
+    tasks: Mapping[str, Any], windows: int | None
+) -> Iterator[tuple[str, str, float, float | None]]:
+    """Task, name and value of each number, and half of its 95% interval, None where it has none.
 
     By Student's t over the windows, or over the examples of a task of lm-evaluation-harness. What is no number is left out.
     """
@@ -426,7 +434,7 @@ def told_values(tasks: Mapping[str, Any], windows: int | None) -> Iterator[tuple
         for name, value in values.items():
             if not name.endswith(STDERR):
                 half = half_interval(values.get(f"{name}{STDERR}"), count if type(count) is int else None)
-                yield str(task), name, str(value) if type(value) is int else rounded(value, half)
+                yield str(task), name, value, half
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]:

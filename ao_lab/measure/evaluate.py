@@ -30,6 +30,7 @@ from ao_lab.eval import (
     text_of,
     told_values,
     weight_errors,
+    with_halves,
 )
 from ao_lab.install.extras import WrongInput, needed, pip_install, wrong_input
 from ao_lab.install.versions import __version__
@@ -68,8 +69,13 @@ class Evaluation:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `ao-lab eval --json` prints them."""
-        return {"model": self.model, "against": self.against, "tasks": self.tasks, **self.conditions}
+        """Plain values, as `ao-lab eval --json` prints them; of each 95% interval its two ends."""
+        ends: dict[str, dict[str, tuple[float, float]]] = {}
+        for task, name, value, half in with_halves(self.tasks, self.conditions.get("windows")):
+            if half is not None:
+                ends.setdefault(task, {})[name] = value - half, value + half
+        told = {"model": self.model, "against": self.against, "tasks": self.tasks, "intervals_95": ends}
+        return {**told, **self.conditions}
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with the columns model, task, number and value."""

@@ -357,7 +357,7 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
 
     def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
-            round_first(here, case)
+            round_first(here, case, kept)
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
             here.watch.at(windows.text.name)
@@ -422,8 +422,19 @@ def methods_of(arm: str, seed: int = 0) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def round_first(here: Run, case: Case) -> None:
-    """What rounding does in a scheme, where this process has not measured it."""
+def round_first(here: Run, case: Case, kept: Unfinished | None) -> None:
+    """What rounding does in a scheme, where neither this process nor one that was stopped at the method has measured it."""
+    for name, sums in ({} if kept is None else kept.remembered()).items():
+        here.rounded.setdefault((case.setting, name), sums)
+    measure_rounding(here, case)
+    if kept is not None:
+        kept.remember(
+            {one.text.name: here.rounded[case.setting, one.text.name] for one in here.bench.windows}
+        )
+
+
+def measure_rounding(here: Run, case: Case) -> None:
+    """Measure rounding on the texts that lack it."""
     missing = [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
     if not missing:
         return

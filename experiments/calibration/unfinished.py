@@ -8,18 +8,23 @@ seconds and memory would be of its last part alone, so it says neither. When a m
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ao_lab.cli.terminal import finished_blocks, say
+from ao_lab.eval import Sums
 from experiments.harness.measuring import Values, is_late
 from experiments.harness.revision import state
-from experiments.harness.rows import library_versions
+from experiments.harness.rows import library_versions, write_text
 from experiments.models.causal_lm import MODEL, RealModel
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings
+
+#: What rounding does in a method's scheme.
+ROUNDED = "rounding.json"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,17 @@ class Unfinished:
         folder = settings.cache / "calibrations" / hashlib.sha256(key.encode()).hexdigest()[:16]
         return cls(folder, finished_blocks(folder))
 
+    def remember(self, rounded: Mapping[str, Sums]) -> None:
+        """Keep what rounding does, by text, with which the method is compared."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / ROUNDED, json.dumps({name: asdict(sums) for name, sums in rounded.items()}))
+
+    def remembered(self) -> dict[str, Sums]:
+        """What `remember` kept, to the last bit; nothing where it kept nothing."""
+        path = self.folder / ROUNDED
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {name: Sums(**sums) for name, sums in found.items()}
+
     def measured(self, what: str, found: Mapping[str, Values], seconds: float | None) -> None:
         """Where the run's seconds ended a method say what is kept of it, or that they are too few; else remove the folder."""
         if not any(is_late(metric) for metric in found[MODEL]):
@@ -51,7 +67,7 @@ class Unfinished:
             say(f"{what}: {done} finished blocks are kept{more}; the same command goes on after them")
         if finished_blocks(self.folder) == self.before and seconds is not None:
             say(
-                f"{what}: no block was finished in {seconds:.0f} s, the same command would come no further; give "
+                f"{what}: no block was finished in {seconds:.0f} s, and in as many none will be; give "
                 f"--seconds {2 * seconds:.0f} or more"
             )
 

@@ -53,7 +53,8 @@ TEXT = (
 SPEEDS = (
     f"Speeds: a speedup is the median of the rounds' ratios, noisy where they are more than {SPREAD:g}x apart, or where the "
     "dense model was so much slower than beside others; speeds without one were timed alone and do not compare. Size: of the "
-    "files. Peak memory: weights as they are in memory, where float32 scales may take more, and the most that tensors took "
+    "files, with the scheme's scales; `ao-lab compare` measures what `ao-lab quantize` writes, whose scales may be smaller. "
+    "Peak memory: weights as they are in memory, where float32 scales may take more, and the most that tensors took "
     "beside them."
 )
 WIKITEXT = (

@@ -33,6 +33,9 @@ def test_a_model_in_memory_has_the_numbers_of_its_folder(folder):
         assert evaluate(model, tokenizer=tokenizer, **given(folder)).tasks == by_folder.tasks
     told = by_folder.to_dict()
     assert (told["model"], told["windows"], told["tokens"], told["device"]) == ("base", 3, 3 * 23, "cpu")
+    low, high = told["intervals_95"]["perplexity"]["loss"]
+    assert low < told["tasks"]["perplexity"]["loss"] < high
+    assert f" ± {(high - low) / 2:.2g}" in str(by_folder)
     frame = by_folder.to_frame()
     assert set(frame["task"]) == {"perplexity", "accuracy"}
     assert "token_perplexity" in str(by_folder)

@@ -49,7 +49,7 @@ class Until:
         return self.now
 
 
-def measured(folder, cache, monkeypatch, block="never"):
+def measured(folder, cache, monkeypatch, block="never", journal=None):
     """Rows of a run that ends at a block, of what was measured and of what was not, and the words that it told."""
     own = OwnText(
         "own",
@@ -61,10 +61,16 @@ def measured(folder, cache, monkeypatch, block="never"):
     here = Settings(
         scale="quick", device="cpu", cache=cache, models=asked.models, asked=asked, only=ONLY, seconds=9.0
     )
-    journal = Journal()
+    journal = Journal() if journal is None else journal
     with monkeypatch.context() as patch:
         patch.setitem(run.SEQUENCES, "quick", 8)
         clock = Until(patch, block)
+        quantized = run.quantized
+        patch.setattr(
+            run,
+            "quantized",
+            lambda *given: clock.told.append(f"{len(given[-1])} methods") or quantized(*given),
+        )
         failed = run.measure_model(here, of_folder(folder), journal, Deadline(9.0, clock))
     return journal.rows, failed, clock.told
 
@@ -80,15 +86,19 @@ def values(rows):
 
 def test_a_stopped_method_goes_on_after_its_blocks(deep, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(texts, "evaluation_texts", lambda *_: pytest.fail("another text than the user's"))
-    _, failed, _ = measured(deep, tmp_path / "a", monkeypatch, "layers.1: statistics")
+    journal = Journal()
+    _, failed, told = measured(deep, tmp_path / "a", monkeypatch, "layers.1: statistics", journal)
+    assert [word for word in told if word.endswith("methods")] == ["0 methods", "2 methods"]
     assert [row.method for row in failed if is_late(row.metric)] == ["gptq"]
     assert (
         "gptq, int3_g64_asymmetric: 1 finished blocks are kept; the same command" in capsys.readouterr().err
     )
-    rows, failed, told = measured(deep, tmp_path / "a", monkeypatch)
+    rows, failed, told = measured(deep, tmp_path / "a", monkeypatch, journal=journal)
     assert failed == []
     assert not any("layers.0: statistics" in word for word in told)
     assert any("layers.1: statistics" in word for word in told)
+    # Rounding is not measured again.
+    assert [word for word in told if word.endswith("methods")] == ["2 methods"]
     assert list((tmp_path / "a" / "calibrations").iterdir()) == []
     whole, _, _ = measured(deep, tmp_path / "b", monkeypatch)
     assert values(rows) == values(whole)
@@ -106,7 +116,7 @@ def test_seconds_that_are_too_few_are_named(deep, tmp_path, monkeypatch, capsys)
     """The same command again would end at the same place."""
     measured(deep, tmp_path, monkeypatch, "layers.0: statistics")
     said = capsys.readouterr().err
-    assert "no block was finished in 9 s, the same command would come no further; give --seconds 18" in said
+    assert "no block was finished in 9 s, and in as many none will be; give --seconds 18" in said
     assert "are kept" not in said
 
 
