@@ -135,6 +135,13 @@ def test_windows_are_those_of_the_rows(monkeypatch):
         choose.windows_of("ptq", "t")
 
 
+def test_the_cpu_build_that_pages_name_is_the_pinned_one():
+    """Another would be replaced by what `-c constraints.txt` asks for, gigabytes of CUDA with it."""
+    pin = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    for page in (README, ROOT / "docs" / "guides" / "install.md"):
+        assert re.findall(r"pip install torch==(\S+)", page.read_text()) == [pin]
+
+
 def test_the_first_page_is_short():
     assert len(README.read_text().splitlines()) <= 150
 
