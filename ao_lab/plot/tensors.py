@@ -150,6 +150,8 @@ def _scales(axis: Axes, scales: Floats, theme: Theme) -> None:
     axis.set_xlim(2.0 ** (edges[0] - 0.5), 2.0 ** (edges[-1] + 0.5))
 
 
+#: The largest error over the smallest up to which an axis of errors has evenly spaced ticks.
+SHORT = 5.0
 #: Schemes that are drawn where none are named: of 8 bits, then of 4.
 USUAL = ("int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "int4_g32", "nvfp4", "nf4", "int4_g128", "mxfp4")
 Progress = Callable[[str, int, int], None]
@@ -340,7 +342,10 @@ def schemes(
         axis.set_xscale("log" if any(one.total > 0 for one in found) else "linear")
         ticker = needed("matplotlib.ticker")
         if axis.get_xscale() == "log":
-            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            low, high = axis.get_xlim()
+            # Over so short a range ticks at 1, 2 and 5 would be one or two.
+            few = ticker.MaxNLocator(6) if high < SHORT * low else ticker.LogLocator(subs=(1, 2, 5))
+            axis.xaxis.set_major_locator(few)
         axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel(

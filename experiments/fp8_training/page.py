@@ -395,7 +395,26 @@ FEATURED = ("fp8-gaps-full", "fp8-gaps-full-prose", "fp8-gaps-quick")
 def findings(rows: Sequence[Row]) -> list[str]:
     """Losses on every text in short, trainings of the largest runs, and how many targets are reached."""
     first = [f"{one.text}." for one in loss_headlines(rows)]
-    return [*first, *of_trainings(rows), *convergence_page.finding(rows)]
+    return [*first, *blocks_found(rows), *of_trainings(rows), *convergence_page.finding(rows)]
+
+
+def blocks_found(rows: Sequence[Row]) -> list[str]:
+    """The speed of two blocks of Llama-3-8B by every recipe of ours, compiled, on each GPU."""
+    setting, found = blocks.blocks(2, compiled=True).setting, []
+    for where, results in by_run(rows, blocks.KIND).items():
+        speeds = {
+            one: results.value(setting, one, SPEED_RATIO)
+            for one in results.methods
+            if one.startswith("ours, ")
+        }
+        told = [
+            f"{name.removeprefix('ours, ')} {speed:.2f}"
+            for name, speed in speeds.items()
+            if speed is not None
+        ]
+        if told and where.device != "cpu":
+            found.append(f"Speed of a compiled step over bfloat16's, {where}: {'; '.join(told)}.")
+    return found
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:

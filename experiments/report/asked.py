@@ -152,16 +152,21 @@ def training(rows: Rows) -> Asked:
     mine = rows["fp8_training"]
     where, gaps = last(mine, "gaps")
     setting = next(iter(gaps.settings), "")
-    told = list[str]()
+    told, speeds = list[str](), list[float]()
     for run, results in by_run(mine, "blocks").items():
         both = {recipe: results.value(STEP, f"ours, {recipe}", SPEED) for recipe in ("mxfp8", "rowwise")}
         told += numbers(
             "{mxfp8:.2f} on {device} (rowwise FP8 {rowwise:.2f})", device=device_name(run.device), **both
         )
-    said = [
-        "**Times bfloat16's speed, on Hopper GPUs, which have no MX instructions**, in a compiled step of two blocks of "
-        f"Llama-3-8B: {', '.join(told)}."
-    ] * bool(told)
+        speeds += [one for one in (both["mxfp8"],) if one is not None]
+    said = (
+        [
+            f"**{min(speeds):.2f} to {max(speeds):.2f} times bfloat16's speed on Hopper GPUs, which have no MX instructions**: "
+            f"a compiled step of two blocks of Llama-3-8B, {', '.join(told)}."
+        ]
+        if told
+        else []
+    )
     for metric, text in GAP_TEXTS.items():
         gap, half = (gaps.value(setting, "mxfp8", f"gap, {metric}{end}") for end in ("", ", 95% interval"))
         said += numbers(
