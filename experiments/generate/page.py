@@ -238,7 +238,7 @@ def speeds(where: Where, results: Results, setting: str) -> str:
         if one is not BASE and (speed := results.value(setting, one.name, SPEED)) is not None
     }
     changed = unsteady(where, results, setting)
-    again = (results.value(setting, BASE.name, REPEAT) or 1.0) if changed else 1.0
+    again = noise_of(results, setting) if changed else 1.0
     told = [f"{member(name)} {speed:.2f}" for name, speed in found.items() if beyond(speed, again)]
     alike = [member(name) for name, speed in found.items() if not beyond(speed, again)]
     words = [f"speed over it: {', '.join(told)}"] if told else []
@@ -247,7 +247,7 @@ def speeds(where: Where, results: Results, setting: str) -> str:
 
 
 def beyond(speed: float, again: float) -> bool:
-    """Whether a speed over bfloat16 lies further from 1 than bfloat16's last call from its first."""
+    """Whether a speed over bfloat16 lies further from 1 than bfloat16's own times from each other (`noise_of`)."""
     return again == 1.0 or abs(math.log(speed)) > abs(math.log(again))
 
 
@@ -255,12 +255,40 @@ def unsteady(where: Where, results: Results, setting: str) -> str:
     """That the host's speed has changed during a table whose steps are the host's: what is not compiled, and one layer."""
     again = results.value(setting, BASE.name, REPEAT)
     of_host = COMPILED not in setting or EAGER in setting or where.data == Stage(LEAST, "").data
-    if not is_real(where) or not of_host or again is None or STEADY[0] <= again <= STEADY[1]:
+    if not is_real(where) or not of_host or again is None:
+        return ""
+    if not STEADY[0] <= again <= STEADY[1]:
+        return (
+            f"bfloat16's last call took {again:.2f} of the time of its first: the host's speed changed by that much during the "
+            "table, and smaller differences are lost in it"
+        )
+    low, high = ends_of(results, setting)
+    if high <= WIDE * low:
         return ""
     return (
-        f"bfloat16's last call took {again:.2f} of the time of its first: the host's speed changed by that much during the "
-        "table, and smaller differences are lost in it"
+        f"bfloat16's own steps took {low:.1f} to {high:.1f} ms (20% to 80%), of the host: differences of less than "
+        f"{100 * (math.sqrt(high / low) - 1):.0f}% are lost in that"
     )
+
+
+#: The 80% quantile of bfloat16's steps over the 20% one beyond which they say little of smaller differences.
+WIDE = 1.25
+
+
+def ends_of(results: Results, setting: str) -> tuple[float, float]:
+    """The 20% and 80% quantiles of bfloat16's time; equal ones where a run has none."""
+    low, high = (results.value(setting, BASE.name, f"{TIME}, {share}") for share in ("20%", "80%"))
+    return (low, high) if low and high else (1.0, 1.0)
+
+
+def noise_of(results: Results, setting: str) -> float:
+    """What is told of bfloat16's own times, as a ratio: of its last call to its first where that changed, else half of what its
+    steps spread."""
+    again = results.value(setting, BASE.name, REPEAT) or 1.0
+    if not STEADY[0] <= again <= STEADY[1]:
+        return again
+    low, high = ends_of(results, setting)
+    return math.sqrt(high / low)
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

@@ -1,5 +1,7 @@
 """The page of `generate`, from rows by hand: targets that are open, calls, the host's speed, figures."""
 
+from dataclasses import replace
+
 import pytest
 
 from experiments.generate import page
@@ -155,6 +157,23 @@ def test_a_host_whose_speed_changed_is_told(layers, setting, again, said):
     (caption,) = (one.caption for name, one in tables(rows).items() if name == setting)
     assert (words in caption) == said
     assert said or f"bfloat16 at the end: {again:.3f} of its time" in caption
+
+
+@pytest.mark.parametrize(
+    ("setting", "spread", "said"),
+    [(NOT_COMPILED, 1.6, True), (NOT_COMPILED, 1.2, False), (BATCH1, 1.6, False)],
+)
+def test_a_host_whose_steps_spread_is_told_and_hides_smaller_differences(setting, spread, said):
+    """Half of what bfloat16's own steps spread is no difference: 1.26 of 1.6."""
+    rows = rows_of(setting, {"int8": 1.2, "mxfp4": 0.5}, layers=DEPTH)
+    rows += [
+        replace(rows[0], metric=f"{TIME}, {share}", value=value)
+        for share, value in (("20%", 2.0), ("80%", 2.0 * spread))
+    ]
+    text = page.findings(rows)[0]
+    assert ("differences of less than 26% are lost" in text) == said
+    assert ("no difference beyond the host's of int8" in text) == said
+    assert "mxfp4 0.50" in text
 
 
 def test_targets_are_of_known_methods():
