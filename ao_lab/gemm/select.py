@@ -42,7 +42,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -51,7 +51,6 @@ from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
-from fast.cpu.products import Dequantized, Integers, prepared_dequantized, prepared_integers
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family, Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
@@ -241,8 +240,13 @@ OF_CODES = ("int8", "scaled_mm")
 LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cusparselt")
 
 
-#: What is called as `prepared.launch(prepared, x, bias)`.
-Prepared = Program | ScaledProduct | Dequantized | Integers
+if TYPE_CHECKING:  # compiled loops of a CPU are imported by who has them
+    from fast.cpu.products import Dequantized, Integers
+
+    #: What is called as `prepared.launch(prepared, x, bias)`.
+    Prepared = Program | ScaledProduct | Dequantized | Integers
+else:
+    Prepared = Any
 
 
 #: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias, the shape of the result and `Selected.family`.
@@ -277,6 +281,8 @@ def _on_host(
     scheme = w.recipe.activation
     if scheme is None or not sums_along_blocks(w) or not w.meta.transposed or w.meta.layout != "plain":
         return None
+    from fast.cpu.products import prepared_dequantized, prepared_integers
+
     if kernel == "dequantize":
         return prepared_dequantized(x, w.quantized, shape, scheme, w.input_scales)
     return (

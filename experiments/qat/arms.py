@@ -38,6 +38,7 @@ from ao_lab import (
 )
 from ao_lab.config.base import Config, SchemeConfig
 from ao_lab.qat.config import has_learnable_scales
+from ao_lab.quantization.groups import told_elsewhere
 from experiments.harness import revision
 from experiments.harness.revision import TORCHAO
 from experiments.models.causal_lm import Undivided, check_whole, linears
@@ -157,13 +158,20 @@ def quantized(model: nn.Module, method: Method, arm: str, batches: Sequence[Tens
     layers, more = linears(model), {}
     if arm in chosen:
         more = {"methods": chosen[arm], "calibration": list(batches)}
-    quantize_(model, method.config, layers_filter(model), **more)
+    with told_elsewhere():  # by check_whole
+        quantize_(model, method.config, layers_filter(model), **more)
     check_whole(method.name, layers)
     return model
 
 
 def prepare(model: nn.Module, method: Method, arm: str, batches: Sequence[Tensor]) -> None:
     """Make a model train for quantization, in place; Undivided where a layer would stay plain."""
+    with told_elsewhere():
+        _prepare(model, method, arm, batches)
+    check_trains(method.name, linears(model))
+
+
+def _prepare(model: nn.Module, method: Method, arm: str, batches: Sequence[Tensor]) -> None:
     filter_fn = layers_filter(model)
     if arm == BY_TORCHAO:
         from torchao.quantization import quantize_ as theirs
@@ -177,7 +185,6 @@ def prepare(model: nn.Module, method: Method, arm: str, batches: Sequence[Tensor
         quantize_(model, QATConfig(method.trained(arm), step="prepare", learn_scales=True), filter_fn)
     else:
         quantize_(model, QATConfig(method.config, step="prepare"), filter_fn)
-    check_trains(method.name, linears(model))
 
 
 def check_trains(scheme: str, layers: dict[str, nn.Linear]) -> None:

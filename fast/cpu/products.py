@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fast.cpu.linear import integer_sums
 from fast.cpu.prepared_dequantize import Plan as Weight
 from fast.cpu.prepared_dequantize import prepared as prepared_weight
 from fast.cpu.quantize import NOT_GIVEN, Plan, plan_of
@@ -56,15 +55,16 @@ def dequantized(program: Dequantized, x: torch.Tensor, bias: torch.Tensor | None
 class Integers:
     """Codes of x times those of a weight, int8 both: exact sums, scaled afterwards."""
 
-    __slots__ = ("codes", "dtype", "inputs", "known", "launch", "parts", "scale", "scaled", "shape")
+    __slots__ = ("codes", "dtype", "inputs", "known", "launch", "parts", "scale", "scaled", "shape", "sums")
 
     def __init__(self, inputs: Plan, w: Quantized, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        from fast.cpu.linear import integer_sums
         from fast.cpu.loops.ends import compiled_sums
 
         self.inputs, self.dtype, self.shape = inputs, dtype, shape
         self.parts, self.known = (w.codes, w.scale), addresses((w.codes, w.scale))
         self.codes, self.scale = w.codes.view(torch.int8).t(), w.scale.reshape(-1).numpy()
-        self.scaled, self.launch = compiled_sums(inputs.rule.has_zero), integers
+        self.scaled, self.sums, self.launch = compiled_sums(inputs.rule.has_zero), integer_sums, integers
 
 
 def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -75,11 +75,11 @@ def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> t
     if made is None:
         return None
     codes, scale, zero = made
-    sums = integer_sums(codes.view(-1, codes.shape[-1]), program.codes)
+    sums = program.sums(codes.view(-1, codes.shape[-1]), program.codes)
     whole = NO_SUMS
     if program.inputs.rule.has_zero:
         ones = codes.new_ones((1, codes.shape[-1]))
-        whole = integer_sums(ones, program.codes).view(-1).numpy()
+        whole = program.sums(ones, program.codes).view(-1).numpy()
     added = NO_BIAS if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     y = torch.empty(sums.shape, dtype=torch.float32, device="cpu")
     program.scaled(sums.numpy(), scale.reshape(-1), zero.reshape(-1), whole, program.scale, added, y.numpy())
