@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,9 +91,7 @@ def _line(axis: Axes, record: Format, y: float, scaled: bool, log: bool, color: 
     axis.vlines(places, y - 0.17, y + 0.17, color=color, linewidth=1.4 if len(found) <= 2 * WRITTEN else 0.7)
     if len(found) > WRITTEN:
         return
-    for number, (place, value) in enumerate(zip(places, found, strict=True)):
-        # Neighbours stand above and below in turn.
-        above = number % 2 == 0
+    for place, value, above in labelled(places, found, log):
         axis.annotate(
             f"{value:.3g}",
             (float(place), y + (0.2 if above else -0.2)),
@@ -101,6 +100,23 @@ def _line(axis: Axes, record: Format, y: float, scaled: bool, log: bool, color: 
             fontsize=7,
             color=theme.ink,
         )
+
+
+#: Share of the line that two labels on one side of it lie apart.
+APART = 0.05
+
+
+def labelled(places: Floats, values: Floats, log: bool) -> Iterator[tuple[float, float, bool]]:
+    """Places and values that are written, and whether above: neighbours above and below in turn; one that has room on neither
+    side is left out."""
+    along = np.log2(places) if log else places
+    gap, ends = APART * max(float(np.ptp(along)), 1e-30), {True: -np.inf, False: -np.inf}
+    above = False
+    for place, value, at in zip(places, values, along, strict=True):
+        free = [side for side in (not above, above) if at - ends[side] >= gap]
+        if free:
+            above, ends[free[0]] = free[0], float(at)
+            yield float(place), float(value), above
 
 
 #: Magnitudes are drawn from the largest down to 2**-OCTAVES of it, STEPS to an octave, each the mean of so many samples.

@@ -7,6 +7,7 @@ import reference
 
 plot = pytest.importorskip("ao_lab.plot", exc_type=ImportError)
 pytest.importorskip("matplotlib")
+formats = pytest.importorskip("ao_lab.plot.formats")
 
 
 def marks(figure, number=0):
@@ -20,6 +21,20 @@ def test_values_are_all_finite_ones_of_the_record():
     assert marks(figure).tolist() == sorted({*reference.FORMATS["float4_e2m1fn"].values.tolist()})
     assert {float(one.get_text()) for one in figure.axes[0].texts} == set(marks(figure).tolist())
     assert "(before any scale)" in figure.axes[0].get_xlabel()
+
+
+def test_labels_of_dense_values_do_not_cover_each_other():
+    """Those that have room on neither side are left out; formats whose values lie apart have all, above and below in turn."""
+    dense = np.array([-1.0, -0.0625, 0.0, 0.015625, 0.03, 0.0625, 1.0])
+    kept = [*formats.labelled(dense, dense, False)]
+    assert [value for _, value, _ in kept] == [-1.0, -0.0625, 0.0, 0.0625, 1.0]
+    for above in (True, False):
+        places = [place for place, _, side in kept if side == above]
+        assert np.diff(places).min() >= formats.APART * 2
+    even = np.arange(-8.0, 8.0)
+    assert [(value, above) for _, value, above in formats.labelled(even, even, False)] == [
+        (value, number % 2 == 0) for number, value in enumerate(even)
+    ]
 
 
 def test_several_formats_are_parts_of_their_largest():
