@@ -9,13 +9,16 @@ them, which takes a token of a large model a fifth of its time. Here (`FrozenCal
 outside (`CapturedForward`): tensors that come with a token (ids, positions, a mask) are copied into buffers, and one launch
 replays all else, which stays at its address: weights, keys, values and how many there are.
 
-A step is recorded anew for inputs of another form (batch, kind of mask, flags), for a cache at other addresses, and after
-`torch.compiler.reset()` or where weights lie elsewhere. Before that it runs uncaptured, on the tokens themselves, until it has
-not waited for the device once: recording launches nothing, so that no token is counted twice.
+A step is recorded anew for inputs of another form (batch, kind of mask, flags), for a cache at other addresses, in another
+state of torch (deterministic algorithms, TF32, ...), and after `torch.compiler.reset()` or where weights lie elsewhere. Before
+that it runs uncaptured, on the tokens themselves, until it has not waited for the device once: recording launches nothing, so
+that no token is counted twice. A replay runs no Python: models with hooks, and caches of classes that are not known here, are
+not captured.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -28,9 +31,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from ao_lab.compile.joined_linears import JoinMatmuls, join_weights_
 from ao_lab.install.extras import needed
+from ao_lab.kv_cache.cache import KVCache
 from ao_lab.kv_cache.layer import KVLayer
 
 #: Graphs that a model keeps; runs of a step in which it may wait for the device, as it does while it is compiled.
@@ -41,6 +46,9 @@ WAITS = "synchronizing CUDA operation"
 #: Stands in a step's result where the cache was, which is the caller's.
 CACHE = "the cache"
 Run = Callable[[], Any]
+#: Held where a step is run to see whether it waits, and where it is recorded: torch's debug mode is one of the process, and all
+#: models of a device are recorded on one stream.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class CUDAGraphs:
@@ -130,14 +138,15 @@ def is_plain(value: Any) -> bool:
 
 
 def cache_key(cache: Any, device: torch.device) -> tuple[Any, ...] | None:
-    """Where the tensors of a cache lie and how they are stored; None where a step of it cannot be replayed: layers that count
-    on the host, are offloaded, lie elsewhere, or are empty."""
-    static = needed("transformers.cache_utils").StaticLayer
+    """Where the tensors of a cache lie and how they are stored; None where a step of it cannot be replayed: a cache or layers
+    of other classes, which may count on the host, and layers that are offloaded, lie elsewhere, or are empty."""
+    caches = needed("transformers.cache_utils")
     found: list[Any] = [type(cache)]
-    if getattr(cache, "offloading", False) or not getattr(cache, "layers", None):
+    known = type(cache) in (caches.Cache, caches.StaticCache, KVCache)
+    if not known or getattr(cache, "offloading", False) or not cache.layers:
         return None
     for layer in cache.layers:
-        if type(layer) not in (static, KVLayer) or not layer.is_initialized:
+        if type(layer) not in (caches.StaticLayer, KVLayer) or not layer.is_initialized:
             return None
         tensors = [layer.keys, layer.values, layer.cumulative_length]
         if type(layer) is KVLayer:
@@ -155,6 +164,8 @@ class Step:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         with torch.inference_mode(False):  # buffers are written in any mode
             self.buffers = [tensor.clone() for tensor in tensors]
+        #: What programs of torch.compile are compiled anew for, beside their inputs.
+        self.state = GlobalStateGuard()
         self.runs, self.is_clean = 0, False
         self.replay: Callable[[], None] | None = None
         self.result: Any = None
@@ -173,13 +184,15 @@ class Step:
             run = partial(call, **mapped(inputs, lambda one: next(held) if isinstance(one, Tensor) else one))
             if not self.is_clean:
                 return self._watched(run, recorder, given)
-            self.replay, result = recorder.record(run, given.tensors[0].device)
+            with ONE_AT_A_TIME:
+                self.replay, result = recorder.record(run, given.tensors[0].device)
             self.result = mapped(result, lambda one: CACHE if one is given.cache else one)
         self.replay()
         return mapped(self.result, partial(_renewed, cache=given.cache))
 
     def _watched(self, run: Run, recorder: Any, given: Given) -> Any:
-        result, waited = recorder.watched(run)
+        with ONE_AT_A_TIME:
+            result, waited = recorder.watched(run)
         known = all(
             isinstance(one, Tensor) or one is given.cache or is_plain(one) for _, one in leaves("", result)
         )
@@ -280,12 +293,12 @@ class CapturedForward:
         return seen[1]
 
     def _step(self, given: Given) -> Step:
-        step = self.steps.get(given.key)
-        if step is None:
+        step = self.steps.pop(given.key, None)
+        if step is None or not step.state.check():
             while len(self.steps) >= GRAPHS:
                 self.steps.popitem(last=False)
-            step = self.steps[given.key] = Step(given.tensors)
-        self.steps.move_to_end(given.key)
+            step = Step(given.tensors)
+        self.steps[given.key] = step
         return step
 
 
@@ -396,7 +409,18 @@ def refusal(model: Any, options: dict[str, Any]) -> str:
     caches = needed("transformers.cache_utils")
     layers = caches.StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1).layers
     others = sorted({type(layer).__name__ for layer in layers if type(layer) is not caches.StaticLayer})
-    return f"caches of its layers count tokens on the host ({', '.join(others)})" if others else ""
+    if others:
+        return f"caches of its layers count tokens on the host ({', '.join(others)})"
+    hooked = next(hooked_modules(model), None)
+    return "" if hooked is None else f"{hooked} has a hook, which is to be called at every token"
+
+
+def hooked_modules(model: torch.nn.Module) -> Iterator[str]:
+    """The names of modules with forward hooks, but those of transformers, which put into a result what it is asked for."""
+    for name, module in model.named_modules():
+        hooks = chain(module._forward_pre_hooks.values(), module._forward_hooks.values())
+        if any(not str(getattr(one, "__module__", "")).startswith("transformers.") for one in hooks):
+            yield name or type(module).__name__
 
 
 def captured_(model: Any, options: dict[str, Any]) -> str:

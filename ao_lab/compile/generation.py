@@ -142,9 +142,9 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = N
     On a GPU a frozen model's forward is replayed from one CUDA graph a token (`ao_lab.compile.captured_forward`), recorded at
     the second or third token of each cache and form of inputs. Other calls (beams, assisted generation, several GPUs or
     processes) run as before, and so do models of which the result says so: encoder-decoders, caches with sliding windows or
-    states, a compile_config without CUDA graphs. Unquantized 16-bit weights of queries, keys and values, and of a gate and what
-    it gates, are moved next to each other in memory, so that a step multiplies by them at once: a CUDA graph that someone else
-    recorded of the model has to be recorded again.
+    states, modules with hooks (also later, as long as they have them), a compile_config without CUDA graphs. Unquantized 16-bit
+    weights of queries, keys and values, and of a gate and what it gates, are moved next to each other in memory, so that a step
+    multiplies by them at once: a CUDA graph that someone else recorded of the model has to be recorded again.
 
     kv_cache: a recipe for `ao_lab.use_kv_cache_`: "bfloat16" for our attention with an unquantized cache, "fp8", "int8", "int4"
     and others for a smaller one. None leaves the cache as it is.

@@ -58,7 +58,7 @@ def _groups(module: nn.Module) -> Iterator[list[nn.Parameter]]:
         layers: list[Any] = [children[name] for name in names if name in children]
         if len(layers) == len(names) and all(map(_is_plain, layers)):
             weights = [layer.weight for layer in layers]
-            kinds = {(w.dtype, w.device, w.shape[1]) for w in weights}
+            kinds = {(w.dtype, w.device, w.shape[1], w.is_inference()) for w in weights}
             if len(kinds) == 1 and len(set(map(id, weights))) == len(names):
                 yield weights
 
@@ -72,11 +72,13 @@ def _is_plain(layer: Any) -> bool:
 
 @torch.no_grad()
 def _join(weights: Sequence[nn.Parameter]) -> None:
-    joined = torch.cat([weight.data for weight in weights])
-    at = 0
-    for weight in weights:
-        weight.data = joined[at : at + len(weight)]
-        at += len(weight)
+    # Whoever joins them, weights that can be trained stay so, and others as they are.
+    with torch.inference_mode(weights[0].is_inference()):
+        joined = torch.cat([weight.data for weight in weights])
+        at = 0
+        for weight in weights:
+            weight.data = joined[at : at + len(weight)]
+            at += len(weight)
 
 
 def follow(first: Tensor, second: Tensor) -> bool:

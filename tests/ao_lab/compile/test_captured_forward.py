@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import threading
+import time
 import weakref
 
 import pytest
@@ -103,6 +105,81 @@ def test_a_cache_of_the_callers_is_recorded_once(uncompiled):
     assert recorder.recorded == 2
 
 
+def test_hooks_are_called_at_every_token(uncompiled):
+    """A replay runs no Python. transformers' own hooks put hidden states into results, which are recorded."""
+    model, recorder, seen = llama(), Calls(), []
+    calls = prepared(model, recorder)
+    hook = model.model.layers[1].register_forward_hook(lambda module, given, made: seen.append(made.clone()))
+    model.generate(**asked())
+    model.generate(**asked())
+    assert (len(seen), calls._forward, recorder.watched_runs) == (2 * NEW, None, 0)
+    assert "layers.1 has a hook" in ao_lab.prepare_for_generate_(model, frozen=True).graphs
+    hook.remove()
+    prepared(model, recorder)
+    model.generate(**asked())
+    assert recorder.replays
+
+
+def test_another_state_of_torch_is_recorded_anew(uncompiled):
+    """For which torch.compile compiles anew, too."""
+    model, recorder = llama(), Calls()
+    prepared(model, recorder)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    given = asked(past_key_values=cache)
+    given["cache_implementation"] = None
+    for wanted, precision in ((1, "highest"), (1, "highest"), (2, "high")):
+        cache.reset()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            model.generate(**given)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert recorder.recorded == recorder.watched_runs == wanted
+
+
+class Alone(Calls):
+    """Raises where two threads are at work in it."""
+
+    busy = False
+
+    def watched(self, run):
+        return self.alone(super().watched, run)
+
+    def record(self, run, device):
+        return self.alone(super().record, run, device)
+
+    def alone(self, work, *given):
+        if Alone.busy:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        Alone.busy = True
+        try:
+            time.sleep(0.05)
+            return work(*given)
+        finally:
+            Alone.busy = False
+
+
+def test_threads_record_one_after_the_other(uncompiled):
+    models = [llama(), llama()]
+    for model in models:
+        prepared(model, Alone())
+    failed = []
+
+    def work(model):
+        try:
+            model.generate(**asked())
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failed
+    assert all(model.get_compiled_call.recorder.replays for model in models)
+
+
 def test_what_waits_is_not_recorded(uncompiled):
     """Once, as where it is compiled: recorded later. In each run: given up, with a warning."""
     model, recorder = llama(), Calls(waits=2)
@@ -166,7 +243,8 @@ def test_forms_and_their_number():
 
 
 def test_calls_that_are_not_captured():
-    """Several tokens, gradients, caches that grow or slide, inputs elsewhere: the model's own call, told nothing else."""
+    """Several tokens, gradients, caches that grow, slide or may count, inputs elsewhere: the model's own call, told nothing
+    else."""
     model, recorder, plain = llama(), Calls(), []
     forward = CapturedForward(model.__call__, lambda: lambda **given: plain.append(given), recorder)
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)
@@ -177,10 +255,13 @@ def test_calls_that_are_not_captured():
         model(torch.arange(4)[None], past_key_values=cache)
         slides = transformers.StaticCache(config=sliding, max_cache_len=16)
         model(torch.arange(4)[None], past_key_values=slides)
+        counts = type("Counting", (transformers.StaticCache,), {})(config=model.config, max_cache_len=16)
+        model(torch.arange(4)[None], past_key_values=counts)
         several = {**step_of(model, cache), "input_ids": torch.full((1, 2), 5)}
         elsewhere = step_of(model, cache, torch.ones((1, 1, 1, 16), device="meta"))
         calls = [
             several, elsewhere, step_of(model, fresh), step_of(model, empty), step_of(model, slides),
+            step_of(model, counts),
             step_of(model, transformers.DynamicCache()), step_of(model, None), step_of(model, cache, other=object()),
         ]  # fmt: skip
         for number, one in enumerate(calls, 1):

@@ -73,6 +73,21 @@ def test_others_stay_where_they_are(on_cpus):
     assert join_weights_(quantized) == join_weights_(tied) == 1
 
 
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_weights_stay_trainable_whoever_joins_them(on_cpus, made, joined):
+    """In inference mode, as a call of generate() may be, or not."""
+    with torch.inference_mode(made):
+        layer = Layer()
+    with torch.inference_mode(joined):
+        assert join_weights_(layer) == 2
+    weights = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+    assert whole_of(weights) is not None
+    assert [one.is_inference() for one in weights] == [made] * 3
+    if not made:
+        layer.q_proj(torch.ones(1, 64, dtype=BF16)).sum().backward()
+
+
 def test_on_a_cpu_nothing_is_moved():
     assert join_weights_(Layer()) == 0
 
