@@ -55,9 +55,11 @@
     sortable(table);
     for (const row of table.rows) row.hidden = false;
     const size = Number(table.dataset.page) || 15;
+    // The page's filter is over all tables: one search is enough.
+    const search = document.querySelector("form.filter") ? null : "search";
     enhanced.set(table, new DataTable(table, {order: [], autoWidth: false, pageLength: size,
       lengthMenu: [size, 100, {label: "all", value: -1}],
-      layout: {topStart: "search", topEnd: "pageLength", bottomStart: "info", bottomEnd: "paging"}}));
+      layout: {topStart: search, topEnd: "pageLength", bottomStart: "info", bottomEnd: "paging"}}));
     // The table scrolls in a box of the library's own now.
     for (const box of all(".dt-layout-full", details)) wide.observe(box);
   };
