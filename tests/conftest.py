@@ -30,7 +30,7 @@ os.environ.setdefault("AO_LAB_CACHE", str(Path(__file__).resolve().parents[1] / 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ao_lab.cli import terminal
+from ao_lab import progress
 
 #: What a run says of its time (`--time-limit`), and parts of a suite (`--part`).
 pytest_plugins = ["tests.support.runs.time_budget"]
@@ -42,7 +42,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
-terminal.INTERVAL = 3600.0
+progress.INTERVAL = 3600.0
 
 #: Folders and files below tests/ whose tests are not core.
 MARKERS = {

@@ -44,6 +44,7 @@ from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, QuantizationPlan, planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Filter, Progress
+from ao_lab.transforms.telling import telling
 
 
 def quantize_pretrained(
@@ -60,7 +61,7 @@ def quantize_pretrained(
     blocks: str | None = None,
     resume: str | Path | None = None,
     prefix: str = "quantized",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> nn.Module:
     """Load a folder's model quantized as by `quantize_`, weight by weight: same arguments, bitwise equal weights; see
     `explain(model)`.
@@ -70,10 +71,10 @@ def quantize_pretrained(
     afterwards. Default: the CPU. dtype: of unquantized weights. Default: as saved, or as `build()` makes them. observers: of an
     earlier `calibrate` of the same model.
 
-    calibration, methods, blocks, resume, prefix: as for `quantize_`. The weights of a transformers model stay in their files
-    (what transformers merges or casts, and models that `build()` makes, are in host memory), one block at a time is on
-    `device`, and activations wait in host memory; with `resume` finished blocks are memory-mapped too, so that the whole model
-    is never in memory before the end.
+    calibration, methods, blocks, resume, prefix, progress: as for `quantize_`. The weights of a transformers model stay in
+    their files (what transformers merges or casts, and models that `build()` makes, are in host memory), one block at a time is
+    on `device`, and activations wait in host memory; with `resume` finished blocks are memory-mapped too, so that the whole
+    model is never in memory before the end.
 
     If the folder holds quantized weights, ours or another library's, they are loaded as by `load_pretrained`; `config` applies
     to those that are not quantized.
@@ -96,11 +97,12 @@ def quantize_pretrained(
     if is_quantized(folder):
         return quantized_further(folder, empty, dtype, run)
     if build is None:
-        return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
+        with telling(progress, "quantize", long=False) as told:
+            return read_by_transformers(folder, config, filter_fn, device, dtype, observers, told)
     model = _on_meta(build, dtype)
     plan = planned(model, config, filter_fn, device, streamed=True)
-    loading = StreamedWeights(plan, required_observers(plan, observers), device, progress)
-    fill(model, folder, loading)
+    with telling(progress, "quantize", long=False) as told:
+        fill(model, folder, StreamedWeights(plan, required_observers(plan, observers), device, told))
     keep_report(model, plan)
     keep_configuration(model, config)
     warn_of_undivided(plan, config)

@@ -33,6 +33,7 @@ from torch import nn
 
 import reference
 from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.clients.examples import example_of
 from ao_lab.clients.integers import (
     block_size,
     by_block,
@@ -75,8 +76,9 @@ def export_onnx(
     """Export a model as an ONNX file (opset 21) for onnxruntime, and for OpenVINO if it has the operators.
 
     model: float32, in evaluation mode, the weights of its linear layers (N, K) quantized, all or some. A language model of
-    transformers is exported without its cache. args, kwargs: inputs of one call, of any shape and dtype; dynamic_shapes,
-    input_names, output_names: as for `torch.onnx.export`. Weights over 2 GB are stored in a second file.
+    transformers is exported without its cache. args, kwargs: inputs of one call, of any shape and dtype: the file takes exactly
+    these shapes but along dynamic_shapes, of which an input of size 1 is repeated to 2 (`ao_lab.clients.examples`).
+    dynamic_shapes, input_names, output_names: as for `torch.onnx.export`. Weights over 2 GB are stored in a second file.
 
     Integers become MatMulNBits with the same values, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
     int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for anything but a
@@ -93,10 +95,12 @@ def export_onnx(
     options: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
     with _as_operators(model) as exported, without_cache(model), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        program: Any = torch.onnx.export(
-            exported, tuple(args), kwargs=dict(kwargs or {}), dynamo=True, opset_version=OPSET, verbose=False,
-            dynamic_shapes=dynamic_shapes, **options,
-        )  # fmt: skip
+        example = example_of(exported, args, kwargs or {}, dynamic_shapes)
+        with example.named():
+            program: Any = torch.onnx.export(
+                exported, example.args, kwargs=example.kwargs, dynamo=True, opset_version=OPSET, verbose=False,
+                dynamic_shapes=dynamic_shapes, **options,
+            )  # fmt: skip
     with staged(path.parent) as place:
         program.save(str(place / path.name))
         written = onnx.load(str(place / path.name), load_external_data=False)

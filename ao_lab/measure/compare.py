@@ -472,12 +472,13 @@ class Work:
         """A quantized copy, or the model of a folder; and why how many linear layers of the copy stayed as they were."""
         if isinstance(config, Path):
             return loaded(config, self.device), {}
-        model = copy.deepcopy(base)
+        model, device = copy.deepcopy(base), next(base.parameters()).device
         reads = observes(config) or any(one.calibrates for one in self.methods)
-        device = next(base.parameters()).device
         given = [{"input_ids": ids.to(device)} for ids in self.batches or ()] if reads else None
         with told_elsewhere():
-            report = quantize_(model, config, calibration=given, methods=tuple(self.methods))
+            report = quantize_(
+                model, config, calibration=given, methods=tuple(self.methods),
+                progress=lambda word, done, total: self.say(f"quantizing {done} of {total}, {word}"))  # fmt: skip
         return model, reasons_of(report)
 
     @torch.no_grad()

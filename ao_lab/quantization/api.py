@@ -51,6 +51,7 @@ from ao_lab.transforms.layers import (
 )
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
 from ao_lab.transforms.report import ATTRIBUTE, remember_changes, remember_configuration
+from ao_lab.transforms.telling import telling
 
 if TYPE_CHECKING:
     from ao_lab.calibration.run import Request
@@ -144,7 +145,7 @@ def quantize_(
     offload: bool = False,
     resume: str | os.PathLike[str] | None = None,
     prefix: str = "quantized",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Quantize weights of `model` in place, as `config` says; the report lists each layer, changed or not, with the reason.
 
@@ -157,8 +158,9 @@ def quantize_(
     With calibration one block of the model is there at a time, with its batches (`ao_lab.calibration.residence`). On the
     meta device the quantized weights are meta tensors, to be filled by load_state_dict(assign=True).
     forward_loop(model) runs calibration data for configurations with static activation scales, see `ao_lab.transforms.data`;
-    observers are those of an earlier `calibrate`. progress(name, done, total) is called after each weight, and
-    in a calibration with what begins (inputs of the blocks, statistics of a block) in place of a name.
+    observers are those of an earlier `calibrate`. progress(name, done, total) is called after each weight, and in a calibration
+    with what begins in place of a name. Default: calls with methods or calibration that take more than some seconds say on
+    stderr how far they are (`ao_lab.transforms.telling`). True: any call does; False, or a logger "ao_lab" set to ERROR: none.
 
     methods: algorithms such as (Clip(), GPTQ()) (`ao_lab.calibration.methods`). Default: round to nearest with the scheme's own
     scales. calibration: data for methods that need layer inputs: an iterable of batches (a tensor, a tuple of positional or a
@@ -192,7 +194,6 @@ def quantize_(
         )
     if calibration is not None and (forward_loop is not None or observers is not None):
         raise ValueError("calibration finds static scales too; leave forward_loop and observers out")
-    call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
     run = transform_of(config)
     starting = all(getattr(one, "learn_scales", False) for one in configs_of(config))
     if request is not None and run is not quantize_weights and not starting:
@@ -201,8 +202,8 @@ def quantize_(
             f"give them to the call that quantizes"
         )
     check_model(model)
-    with untying(model):
-        report = run(call)
+    with telling(progress, "quantize", long=request is not None) as told, untying(model):
+        report = run(Call(model, config, filter_fn, device, forward_loop, observers, told, request))
     keep_configuration(model, config)
     if preshuffle(model):
         report = explain(model)

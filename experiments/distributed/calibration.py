@@ -85,9 +85,9 @@ def calibrate(rank: Rank, tally: Tally, name: str) -> None:
     data, count = batches(rank), SHARES // rank.size
     together, alone = stack(rank), stack(rank)
     mine = DistributedBatches(data[rank.rank * count :][:count], SHARES)
-    quantize_(together, config, linear, calibration=mine, methods=found)
+    quantize_(together, config, linear, calibration=mine, methods=found, progress=False)
     whole = DistributedBatches(data, SHARES, groups[rank.rank])
-    quantize_(alone, config, linear, calibration=whole, methods=found)
+    quantize_(alone, config, linear, calibration=whole, methods=found, progress=False)
     for (where, a), b in zip(alone.named_parameters(), together.parameters(), strict=True):
         tally.stored(
             where, getattr(b.detach(), "plain", b.detach()), getattr(a.detach(), "plain", a.detach())

@@ -180,7 +180,7 @@ def _prepare(model: nn.Module, method: Method, arm: str, batches: Sequence[Tenso
         theirs(model, TheirConfig(method.torchao(), step="prepare"), filter_fn)
     elif arm == LEARNED:
         config = QATConfig(method.config, step="prepare", learn_scales=True)
-        quantize_(model, config, filter_fn, calibration=list(batches), methods=(Clip(),))
+        quantize_(model, config, filter_fn, calibration=list(batches), methods=(Clip(),), progress=False)
     elif arm == PARETOQ:
         quantize_(model, QATConfig(method.trained(arm), step="prepare", learn_scales=True), filter_fn)
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ao_lab import progress
 from ao_lab.cli import app, terminal
 from ao_lab.cli import doctor as checks
 from ao_lab.cli import terminal as cli_stop
@@ -122,7 +123,7 @@ def test_an_output_folder_that_is_a_link_to_nowhere(base, tmp_path, monkeypatch,
 
 @pytest.fixture
 def often(monkeypatch):
-    monkeypatch.setattr(terminal, "INTERVAL", 0.05)
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
 
 
 def wait_for(capsys, words):
@@ -137,7 +138,7 @@ def wait_for(capsys, words):
 
 def test_lines_come_every_ten_seconds():
     """As it is where nobody sets another interval."""
-    code = "from ao_lab.cli import terminal; print(terminal.INTERVAL)"
+    code = "from ao_lab import progress; print(progress.INTERVAL)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) <= 10.0
 
@@ -158,7 +159,7 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step
 ):
     """What an earlier run had done already is no pace, nor is the first step, which compiles."""
     clock = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     outer, clock[0] = terminal.Work("quantize", started=0.0), 100.0
     inner = terminal.Work("blocks", 30, started=100.0)
     assert inner.line(outer.started) == "blocks 0 of 30, 100 s"
@@ -183,7 +184,7 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step
 def test_an_estimate_of_blocks_counts_the_passes_before_their_weights(monkeypatch):
     """Seven weights come at once after 12 seconds of data; the first block, which compiles, takes 30."""
     clock = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     work = terminal.Work("quantize", started=0.0)
     for block, seconds in enumerate((30.0, 12.0, 12.0)):
         work.at(7 * block, f"layers.{block}: statistics of its inputs", 70)

@@ -8,6 +8,7 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Int8StaticActivationInt8WeightConfig, QuantizedTensor, SchemeConfig, export_onnx
+from ao_lab.clients.examples import example_of
 from ao_lab.clients.onnx import NBitsLinear, RoundedInputs, _as_operators, onnx_layer
 
 onnx = pytest.importorskip("onnx")
@@ -201,20 +202,70 @@ def test_what_has_no_operator_is_refused_and_nothing_is_written(case, tmp_path):
     assert model[0] is layer
 
 
-def test_a_language_model_is_exported_without_its_cache(tmp_path):
-    """As it was given, its configuration using a cache; and it does so afterwards."""
+def test_a_language_model_is_exported_without_its_cache_and_for_any_number_of_texts_and_tokens(tmp_path):
+    """As it was given, its configuration using a cache; and it does so afterwards. The example is one token, of which torch
+    takes a size of 1 for one that is broadcast: such a file fails at a batch of 3."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
     ao_lab.quantize_(model, SchemeConfig(scheme="int4_g32"))
-    ids = torch.arange(6)[None]
-    file = export_onnx(model, (ids,), tmp_path / "model.onnx")
+    example, any_size = torch.tensor([[5]]), torch.export.Dim.DYNAMIC
+    shapes = {"input_ids": {0: any_size, 1: any_size}}
+    file = export_onnx(model, (example,), tmp_path / "model.onnx", dynamic_shapes=shapes)
     assert file.operators == {"MatMulNBits": 8}
     assert model.config.use_cache
-    (logits,) = ort.InferenceSession(file.path).run(None, {"input_ids": ids.numpy()})
-    with torch.no_grad():
-        wanted = model(ids).logits.numpy()
-    assert np.abs(logits - wanted).max() < 2**-14 * np.abs(wanted).max()
+    session = ort.InferenceSession(file.path)
+    for ids in (example, torch.arange(6)[None], torch.arange(27).reshape(3, 9)):
+        (logits,) = session.run(None, {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            wanted = model(ids).logits.numpy()
+        assert np.abs(logits - wanted).max() < 2**-14 * np.abs(wanted).max()
+
+
+class Nested(nn.Module):
+    """Inputs of every form that dynamic_shapes has."""
+
+    def forward(self, x, pair, *, named):
+        """Nothing."""
+
+
+def test_examples_are_repeated_along_dynamic_axes_of_size_one_alone():
+    d, one = torch.export.Dim, torch.ones(1, 1, 4)
+    inputs, kwargs = (one, [one, torch.ones(3, 1)]), {"named": {"a": one, "b": 5}}
+    shapes = {
+        "x": (d("batch"), None, d.STATIC),
+        "pair": [{1: d.AUTO}, {0: d.DYNAMIC, 1: "length"}],
+        "named": {"a": {0: 1, 1: None}, "b": None},
+    }
+    for form in (shapes, tuple(shapes.values())):
+        found = example_of(Nested(), inputs, kwargs, form)
+        x, (first, second) = found.args
+        assert [tuple(t.shape) for t in (x, first, second)] == [(2, 1, 4), (1, 2, 4), (3, 2)]
+        assert found.kwargs["named"]["a"] is one
+        assert found.repeated == ("x, axis 0", "pair[0], axis 1", "pair[1], axis 1")
+    assert example_of(Nested(), inputs, kwargs, None) == (inputs, kwargs, ())
+
+
+def test_an_error_names_what_was_repeated(tmp_path):
+    """Where two sizes of 1 go together and one of them is said to be fixed."""
+    layer = nn.Linear(32, 32)
+    ao_lab.quantize_(layer, SchemeConfig(scheme="int8_rowwise"))
+
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, y):
+            return torch.cat([self.layer(x), y], -1)
+
+    with pytest.raises(torch.onnx.OnnxExporterError) as caught:
+        export_onnx(
+            Ends().eval(), (torch.ones(1, 32), torch.ones(1, 32)), tmp_path / "model.onnx",
+            dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}, "y": None},
+        )  # fmt: skip
+    assert "repeated to 2: x, axis 0. Give an example of size 2" in "".join(caught.value.__notes__)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Twice(nn.Linear):

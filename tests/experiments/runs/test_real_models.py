@@ -173,7 +173,7 @@ def test_a_measurement_says_what_is_left_of_it(monkeypatch):
     """By the pace of its layers; what is measured first, for comparison, goes by its own name."""
     now = iter(range(0, 1000, 10))
     clock = SimpleNamespace(monotonic=lambda: float(next(now)), perf_counter=lambda: 0.0)
-    monkeypatch.setattr("ao_lab.cli.terminal.time", clock)
+    monkeypatch.setattr("ao_lab.progress.time", clock)
     monkeypatch.setattr(real_models, "time", clock)
     watch, told = real_models.Watch(Deadline(None)), []
     monkeypatch.setattr(watch, "tell", told.append)
