@@ -139,8 +139,9 @@ SCHEMES = (
 )
 WHOLE, QUARTER = (f"generate/full/llama-3.1-8b-{layers}-layers" for layers in (32, 8))
 GENERATED = {
-    "int4 g128": "int4, groups of 128",
-    "int4 g128, prepared": "int4, after `prepare_for_generate_`",
+    "int4 g128": "int4, groups of 128, symmetric",
+    "int4 g128, prepared": "the same, after `prepare_for_generate_`",
+    "int4 g128, zero points": "int4, groups of 128, zero points",
     "int8": "int8",
     "bfloat16, prepared": "bfloat16, after `prepare_for_generate_`",
 }

@@ -68,6 +68,7 @@ ABOUT = (
         "`ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, compiled as transformers does "
         "by default, and in eager mode; random weights in the shapes of Llama-3.1-8B."
     ),
+    "'int4 g128' is symmetric, as `ao-lab quantize` writes it, 'int4 g128, zero points' the configuration in Python. "
     "'Prepared' is after `ao_lab.prepare_for_generate_(model)`, 'frozen' with `frozen=True`. torchao's "
     "configurations run in the same process. The page of `decode` has a generation loop with less overhead.",
     "The model of one layer shows the Python overhead of transformers' own loop, which no quantization removes.",
@@ -195,7 +196,11 @@ def of_batches(rows: Sequence[Row], layers: int) -> str:
         for batch in (1, 16, 64)
     }
     words = [f"{speed:.2f} at batch {batch}" for batch, speed in known.items() if speed is not None]
-    return f"int4 g128, {layers} layers ({run[0].device}) {', '.join(words)}" if run and words else ""
+    return (
+        f"int4 g128 (symmetric), {layers} layers ({run[0].device}) {', '.join(words)}"
+        if run and words
+        else ""
+    )
 
 
 def said_of(rows: Sequence[Row], layers: int, setting: str, names: Sequence[str]) -> str:

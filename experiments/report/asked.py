@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ao_lab
 from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.rows import Row, table_parts
+from experiments.harness.rows import Row
+from experiments.models.llama import LLAMA_3_1_8B
 from experiments.report import behind
 from experiments.report.content import device_name
 from experiments.report.questions import GAP_TEXTS
@@ -25,6 +27,8 @@ Rows = Mapping[str, Sequence[Row]]
 SPEED = "speed over bfloat16"
 #: Data of `generate` by what a page calls them, and how its settings end.
 LAYERS, COMPILED = {layers: f"llama-3.1-8b-{layers}-layers" for layers in (32, 8)}, "compiled"
+#: The two forms of INT4 in groups of 128, as answers and as rows call them.
+FORMS = {"symmetric": "int4 g128", "with zero points": "int4 g128, zero points"}
 #: The setting of `fp8_training` that speeds are told of.
 STEP = "compiled, 2 x 8192, checkpointing none"
 TEXT, CHANGE = "wikitext-2-v1-test", "perplexity, change"
@@ -65,31 +69,79 @@ def numbers(text: str, /, **values: Any) -> list[str]:
 
 def four_bits(rows: Rows) -> Asked:
     """Which 4-bit weights."""
-    where, lean = last(rows["decode"], "decode")
-    _, whole = last(rows["generate"], "generate", LAYERS[32])
     said = [
         "**Start with `Int4WeightOnlyConfig(group_size=128)`, calibrated with GPTQ**, and take smaller groups (64, 32) or "
         "`NVFP4WeightOnlyConfig` if the loss of your model is too large: `ao-lab compare MODEL_DIR` measures it.",
-        *numbers(
-            "Speed, Llama-3.1-8B's shapes, batch 1, {device}: {lean:.2f} times bfloat16 in a lean loop (groups of 64), "
-            "{whole:.2f} in transformers' generate() (groups of 128); NVFP4 {nvfp4:.2f} in the lean loop. Linear layers: "
-            "{size:.2f} GB for {dense:.2f}.",
-            device=device_name(where.device),
-            lean=lean.value("ours", "int4wo-64", "speedup over bfloat16"),
-            nvfp4=lean.value("ours", "nvfp4wo", "speedup over bfloat16"),
-            size=lean.value("ours", "int4wo-64", "model size"),
-            dense=lean.value("baseline", "bfloat16", "model size"),
-            whole=whole.value(f"batch 1, {COMPILED}", "int4 g128", SPEED),
+        two_forms(),
+        *(
+            f"Times bfloat16 in transformers' generate(), compiled, {one}"
+            for one in both_forms(rows["generate"], 1)
         ),
+        *lean(rows["decode"]),
         *small_model(rows["calibration"]),
         *published(),
     ]
     missing = (
-        "the loss of a model of 8B parameters, by any scheme or method. Small models lose more than large ones, so the order "
-        "of methods may hold for yours, the numbers do not."
+        f"the loss of a model of 8B parameters, by any scheme or method{unmeasured_groups(rows['calibration'])}. Small models "
+        "lose more than large ones, so the order of methods may hold for yours, the numbers do not."
     )
     links = "[choose](../docs/choose.md), [calibration](calibration.md), [decode](decode.md), [generate](generate.md)"
     return Asked("Which 4-bit weights for a language model of 8B parameters?", said, missing, links)
+
+
+def two_forms() -> str:
+    """What the recommended configuration is in Python, and what `ao-lab quantize` makes of it; bits of the largest layer."""
+    ours = ao_lab.Int4WeightOnlyConfig(group_size=128)
+    largest = (LLAMA_3_1_8B.feed_forward, LLAMA_3_1_8B.width)
+    zeros, symmetric = (
+        8 * ao_lab.weight_size(largest, one.recipe()).bytes / math.prod(largest)
+        for one in (ours, ours.for_layout("compressed-tensors"))
+    )
+    return (
+        f"`quantize_` and `--layout ao_lab` give it zero points ({zeros:.2f} bits per weight); `ao-lab quantize` by default "
+        f"writes it for vLLM and transformers, which is symmetric ({symmetric:.2f} bits). Numbers say which they are of."
+    )
+
+
+def both_forms(rows: Sequence[Row], *batches: int) -> list[str]:
+    """Speeds in generate() of groups of 128 at these batches, symmetric and with zero points, a sentence for each model."""
+    said = []
+    for data in LAYERS.values():
+        where, results = last(rows, "generate", data)
+        told = []
+        for form, method in FORMS.items():
+            speeds = {one: results.value(f"batch {one}, {COMPILED}", method, SPEED) for one in batches}
+            known = [f"{speed:.2f} at batch {one}" for one, speed in speeds.items() if speed is not None]
+            told += [f"{form} {', '.join(known)}"] if known else []
+        said += [f"{where}: {'; '.join(told)}."] if told else []
+    return said
+
+
+def lean(rows: Sequence[Row]) -> list[str]:
+    """Speeds of other configurations than the recommended one, in the loop without overhead."""
+    where, results = last(rows, "decode")
+    page = pages("decode")
+    return numbers(
+        "The lean loop has no groups of 128. What it has, batch 1, Llama-3.1-8B's shapes, {device}, times the fastest "
+        "bfloat16: INT4 in groups of 64 with zero points in bfloat16 {int4:.2f} (linear layers {int4_size:.2f} GB for "
+        "{dense:.2f}), NVFP4 {nvfp4:.2f} ({nvfp4_size:.2f} GB).",
+        device=device_name(where.device),
+        int4=page.over_fastest(results, page.OURS, "int4wo-64"),
+        nvfp4=page.over_fastest(results, page.OURS, "nvfp4wo"),
+        int4_size=results.value(page.OURS, "int4wo-64", page.SIZE),
+        nvfp4_size=results.value(page.OURS, "nvfp4wo", page.SIZE),
+        dense=results.value(page.BASELINE, page.BFLOAT16, page.SIZE),
+    )
+
+
+def unmeasured_groups(rows: Sequence[Row]) -> str:
+    """That no trained model was calibrated in groups of 128, where rows have none; they name a scheme in their setting."""
+    real = (row.setting for row in rows if row.table.startswith("real "))
+    return (
+        ""
+        if any(one.startswith("int4_g128") for one in real)
+        else ", and of calibrated groups of 128 in any trained one"
+    )
 
 
 def small_model(rows: Sequence[Row]) -> list[str]:
@@ -116,8 +168,8 @@ def published() -> list[str]:
         if (one.model, one.hardware, one.metric) == ("Llama-3.1-8B", "H100", "wikitext_word_perplexity")
     }
     return numbers(
-        "Published by torchao, not measured here: Llama-3.1-8B in INT4 with groups of 64, rounded without data, has a word "
-        "perplexity of {ours:.2f} for bfloat16's {dense:.2f} on WikiText.",
+        "Published by torchao, not measured here: Llama-3.1-8B in INT4 with groups of 64 and zero points in bfloat16, rounded "
+        "without data, has a word perplexity of {ours:.2f} for bfloat16's {dense:.2f} on WikiText.",
         ours=found.get("int4wo-64"),
         dense=found.get("bfloat16"),
     )
@@ -125,25 +177,20 @@ def published() -> list[str]:
 
 def generating(rows: Rows) -> Asked:
     """int4 in transformers' own loop, by batch."""
-    said = []
-    for data in LAYERS.values():
-        where, results = last(rows["generate"], "generate", data)
-        speeds = {
-            batch: speed
-            for batch in (1, 16, 64)
-            if (speed := results.value(f"batch {batch}, {COMPILED}", "int4 g128", SPEED)) is not None
-        }
-        told = ", ".join(f"{speed:.2f} at batch {batch}" for batch, speed in speeds.items())
-        said += [f"{where}: {told}."] if told else []
+    mine = rows["generate"]
+    said = both_forms(mine, 1, 16, 64)
     head = "**Times bfloat16, INT4 in groups of 128, compiled as transformers does by default**: "
     said = [f"{head}{said[0]}", *said[1:]] if said else []
     links = "[generate](generate.md) has all batches in its first table, torchao's beside ours, eager mode and prefill"
-    measured = f"batch 64, {COMPILED}" in last(rows["generate"], "generate", LAYERS[32])[1].settings
+    whole = last(mine, "generate", LAYERS[32])[1]
+    measured = f"batch 64, {COMPILED}" in whole.settings
     missing = (
         "batches of more than 64"
         if measured
-        else "all 32 layers at batch 64, where the 8 layers are what is known."
+        else "all 32 layers at batch 64, where the 8 layers are what is known"
     )
+    zeros = whole.value(f"batch 1, {COMPILED}", FORMS["with zero points"], SPEED)
+    missing += "." if zeros is not None else "; all 32 layers with zero points."
     return Asked("How fast is INT4 in transformers' generate(), at batch 1 to 64?", said, missing, links)
 
 
@@ -230,14 +277,15 @@ def long_attention(rows: Rows) -> Asked:
     """FP8 attention over a long context."""
     mine = rows["kv_cache"]
     said = [
-        "**The known failure, sums of FP8 products in one chain, is not in ao_lab's kernels**: attention in 8 bits "
-        "(`use_attention_`) adds chains of 128 tokens in float32; decoding over an FP8 cache multiplies in 16 bits.",
+        "**Its sums are, by a model of the tensor core; whether a trained model's predictions are is unknown**. The known "
+        "failure, sums of FP8 products in one chain, is not in ao_lab's kernels: attention in 8 bits (`use_attention_`) adds "
+        "chains of 128 tokens in float32; decoding over an FP8 cache multiplies in 16 bits.",
         *(
             f"{one} (By a model of the tensor core's 14-bit sums, of equal scores.)"
             for one in pages("kv_cache").sums_found(mine)
         ),
         *pages("kv_cache").needles_found(mine),
-        *predicted(rows["prefill_attention"]),
+        *short_attention(rows["prefill_attention"]),
     ]
     needles = f", needles at {LONGEST} tokens" * (
         str(LONGEST) not in last(mine, pages("kv_cache").NEEDLE)[1].settings
@@ -247,15 +295,10 @@ def long_attention(rows: Rows) -> Asked:
     return Asked("Is FP8 attention safe at 128k tokens?", said, missing, links)
 
 
-def predicted(rows: Sequence[Row]) -> list[str]:
-    """On how much text predictions with attention in 8 bits were measured."""
-    kinds = sorted({row.table.split("/")[0] for row in rows if table_parts(row.table)[0].startswith("real ")})
-    found = [best_run(by_run(rows, kind)) for kind in kinds]
-    return [
-        f"Predictions with attention in 8 bits are of {kind.removeprefix('real ')} ({run[0]})."
-        for kind, run in zip(kinds, found, strict=True)
-        if run is not None
-    ]
+def short_attention(rows: Sequence[Row]) -> list[str]:
+    """What attention in 8 bits loses on the text that was measured, which is short."""
+    found = pages("prefill_attention").main_finding(rows)
+    return [f"Attention in 8 bits at short lengths. {found}."] if found else []
 
 
 def against_others(compared: Sequence[behind.Compared]) -> Asked:
@@ -264,7 +307,8 @@ def against_others(compared: Sequence[behind.Compared]) -> Asked:
     lines = [f"{line[0]} {line[2]} of {line[1]}" for line in behind.counts(compared) if line[2] != "0"]
     said = [
         f"**{count} of {len(compared)} comparisons with another library's code are lost**: {', '.join(lines)}; each with both "
-        "names, by how much and where: [Behind another library](limits.md#behind)."
+        "names, by how much and where: [Behind another library](limits.md#behind).",
+        *furthest(compared),
     ]
     links = "[limits](limits.md)"
     missing = (
@@ -276,3 +320,16 @@ def against_others(compared: Sequence[behind.Compared]) -> Asked:
         missing,
         links,
     )
+
+
+def furthest(compared: Sequence[behind.Compared]) -> list[str]:
+    """Of each experiment that is behind somewhere, the comparison that is furthest, those first that are furthest of all."""
+    worst: dict[str, behind.Compared] = {}
+    for one in sorted(compared, key=lambda one: -one.worse):
+        if one.behind:
+            worst.setdefault(one.experiment, one)
+    told = []
+    for one in worst.values():
+        page, ours, theirs, metric, subject, times, *_ = behind.cells([one])
+        told.append(f"{page} {metric} {times} ({ours} beside {theirs}; {subject})")
+    return [f"Furthest behind of each page, ours over theirs: {', '.join(told)}."] if told else []

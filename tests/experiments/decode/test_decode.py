@@ -148,7 +148,9 @@ def test_the_fastest_bfloat16_is_said():
     assert "**The fastest bfloat16 is 'bfloat16, library products', 250.0 tokens/s**" in section.paragraphs[1]
     speed = section.tables[0]
     lines = {tuple(line[:2]): dict(zip(speed.columns, line, strict=True)) for line in speed.lines}
-    assert lines["int4wo-64", "ours"]["over the fastest"] == "1.60"
+    assert lines["int4wo-64", "ours"]["over the fastest bfloat16"] == "1.60"
+    assert "those of the column 'over bfloat16 beside it'" in section.paragraphs[1]
+    assert "over bfloat16 beside it" in speed.columns
 
 
 def with_rates(rates):

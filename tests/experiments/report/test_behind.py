@@ -100,6 +100,61 @@ def test_what_generate_has_not_measured_follows_its_rows(deep, missing):
     assert ("1.50 at batch 64" in found.said[0]) == deep
 
 
+def test_answers_on_int4_name_the_form_of_each_number_and_take_those_of_zero_points_where_they_are():
+    def generated(layers, method, value):
+        table = f"generate/full/llama-3.1-8b-{layers}-layers"
+        return row(method, value, asked.SPEED, table, "generate", "batch 1, compiled")
+
+    rows = [
+        generated(32, "int4 g128", 1.6),
+        generated(8, "int4 g128", 1.4),
+        generated(8, "int4 g128, zero points", 1.3),
+    ]
+    found = asked.four_bits({**NOTHING, "generate": rows})
+    assert [one.partition("layers: ")[2] for one in found.said if "layers: " in one] == [
+        "symmetric 1.60 at batch 1.",
+        "symmetric 1.40 at batch 1; with zero points 1.30 at batch 1.",
+    ]
+    assert "zero points (4.31 bits per weight)" in found.said[1]
+    assert "symmetric (4.25 bits)" in found.said[1]
+    assert "all 32 layers with zero points" in asked.generating({**NOTHING, "generate": rows}).missing
+    deep = [*rows, generated(32, "int4 g128, zero points", 1.5)]
+    assert "all 32 layers with zero points" not in asked.generating({**NOTHING, "generate": deep}).missing
+
+
+def test_speeds_of_the_lean_loop_are_over_the_fastest_bfloat16_in_answers_as_on_its_page():
+    def decoded(setting, method, metric, value):
+        return row(method, value, metric, "decode/full/llama-3.1-8b-random", "decode", setting)
+
+    rows = [
+        decoded("baseline", "bfloat16", "tokens/s", 200.0),
+        decoded("baseline", "bfloat16", "model size", 15.0),
+    ]
+    for method in ("int4wo-64", "nvfp4wo"):
+        rows += [decoded("ours", method, name, value) for name, value in (
+            ("tokens/s", 500.0), ("model size", 4.2), ("speedup over bfloat16", 2.7), ("bfloat16 before", 250.0),
+        )]  # fmt: skip
+    (said,) = [one for one in asked.four_bits({**NOTHING, "decode": rows}).said if "lean loop" in one]
+    assert "zero points in bfloat16 2.00 " in said
+    assert "NVFP4 2.00 " in said
+    (found,) = [one for one in EXPERIMENTS["decode"].page_module().findings(rows) if "int4wo-64" in one]
+    assert "the fastest bfloat16 generates 250: 2.00 times" in found
+
+
+def test_the_furthest_behind_of_each_experiment_is_named():
+    rows = [
+        row(OURS, 30.0),
+        row(THEIRS, 10.0),
+        row(OURS, 11.0, setting="64 rows"),
+        row(THEIRS, 10.0, setting="64 rows"),
+    ]
+    found = asked.against_others(behind.comparisons({**NOTHING, "linear": rows}))
+    assert found.said[1:] == [
+        "Furthest behind of each page, ours over theirs: [linear](linear.md) time 3 (int8 beside torchao int8wo; 14336 x 4096: "
+        "1 row, CUDA graph)."
+    ]
+
+
 def test_links_to_the_documentation_are_words_where_it_is_not_there(tmp_path):
     one = asked.Asked("Q?", [], "x", "[choose](../docs/choose.md), [ptq](ptq.md)")
     places = Paths(tmp_path, tmp_path / "reports")
