@@ -196,11 +196,7 @@ def of_batches(rows: Sequence[Row], layers: int) -> str:
         for batch in (1, 16, 64)
     }
     words = [f"{speed:.2f} at batch {batch}" for batch, speed in known.items() if speed is not None]
-    return (
-        f"int4 g128 (symmetric), {layers} layers ({run[0].device}) {', '.join(words)}"
-        if run and words
-        else ""
-    )
+    return f"int4 g128, {layers} layers ({run[0].device}) {', '.join(words)}" if run and words else ""
 
 
 def said_of(rows: Sequence[Row], layers: int, setting: str, names: Sequence[str]) -> str:

@@ -91,10 +91,10 @@ class Scoreboard:
         return [*self.measured, *self.missing]
 
     def cells(self, column: str) -> list[str]:
-        """The texts of a column of all tables, once each."""
-        return sorted(
-            {line[list(table.columns).index(column)] for table in self.tables for line in table.lines}
-        )
+        """The texts of a column of all tables, once each; more than MANY with the same first word are the last."""
+        texts = {line[list(table.columns).index(column)] for table in self.tables for line in table.lines}
+        alike = Counter(text.partition(" ")[0] for text in texts)
+        return sorted(texts, key=lambda text: (alike[text.partition(" ")[0]] > MANY, text))
 
     @property
     def counted(self) -> str:

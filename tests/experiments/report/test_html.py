@@ -143,6 +143,12 @@ def test_the_count_is_of_the_lines():
     assert many.divided == 'Of the 41 values 41 in the table "Published values and ours: m".'
 
 
+def test_a_filter_lists_the_shapes_of_a_large_benchmark_last():
+    shapes = [f"a M={size:02}" for size in range(41)]
+    board = scoreboard([replace(published("time", 1.0, None), model=name) for name in [*shapes, "b", "c 1"]])
+    assert board.cells("model") == ["b", "c 1", *shapes]
+
+
 def test_less_time_is_better_and_every_published_metric_has_a_direction():
     assert [better(one) for one in ("time", "peak memory", "loss", "speed over bfloat16", "throughput")] == [
         "less", "less", "less", "more", "more",
