@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -69,7 +70,8 @@ class Selection:
                 return False, reasons[path]
         if self.filter_fn is None:
             return self.default(module, path)
-        return (True, "accepted by filter_fn") if self.filter_fn(module, path) else (False, REFUSED)
+        with noting_types(self.filter_fn):
+            return (True, "accepted by filter_fn") if self.filter_fn(module, path) else (False, REFUSED)
 
     def accepts(self, module: nn.Module, path: str) -> bool:
         """Whether the filter accepts what is no linear layer; one that asks for what only these have does not."""
@@ -77,6 +79,16 @@ class Selection:
             return self.filter_fn is not None and bool(self.filter_fn(module, path))
         except AttributeError:
             return False
+
+
+@contextmanager
+def noting_types(filter_fn: Filter) -> Iterator[None]:
+    """A TypeError of a filter says how filters are called: one with swapped arguments gets a module where a name belongs."""
+    try:
+        yield
+    except TypeError as error:
+        error.add_note(f"filter_fn is called as filter_fn(module, name); this one is {filter_fn!r:.60}")
+        raise
 
 
 def selection(
@@ -165,8 +177,11 @@ class Patterns:
         unused = [name for name in self.configs if name not in self.matched and name != DEFAULT]
         if unused:
             names = [name for name, _ in model.named_modules() if name]
-            some = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
-            raise ValueError(f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; names are {some}")
+            close = [one for name in unused for one in get_close_matches(name, names, n=2, cutoff=0.8)]
+            near = list(dict.fromkeys(close))
+            some = ", ".join(near or names[:8]) + (" ..." if not near and len(names) > 8 else "")
+            known = "similar names are" if near else "names are"
+            raise ValueError(f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; {known} {some}")
 
 
 def passed_over(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from torch import nn
 
+import ao_lab
 from ao_lab import SparseTrainingConfig, SparsityReport, sparsify_
 from ao_lab.sparsity.plan import TRANSFORMS
 from ao_lab.transforms.plan import all_or_none, noting
@@ -52,3 +53,22 @@ def test_after_an_error_what_was_begun_is_restored():
     with pytest.raises(KeyboardInterrupt) as caught:
         changes()
     assert (restored, caught.value.__notes__) == (["first"], ["1 of 2"])
+
+
+def test_names_that_match_nothing_are_answered_with_those_most_like_them():
+    model = nn.ModuleDict({"down_proj": nn.Linear(32, 32), "up_proj": nn.Linear(32, 32)})
+    rounded = ao_lab.SchemeConfig(scheme="int8_rowwise")
+    with pytest.raises(ValueError, match="'down_projj' match nothing; similar names are down_proj"):
+        ao_lab.quantize_(model, ao_lab.FqnToConfig({"down_projj": rounded}))
+    with pytest.raises(ValueError, match="'head' match nothing; names are down_proj, up_proj"):
+        ao_lab.quantize_(model, ao_lab.FqnToConfig({"head": rounded}))
+
+
+def test_a_filter_with_swapped_arguments_is_told_how_it_is_called():
+    with pytest.raises(TypeError) as caught:
+        ao_lab.quantize_(
+            nn.Sequential(nn.Linear(32, 32)),
+            ao_lab.SchemeConfig(scheme="int8_rowwise"),
+            lambda name, module: "0" in name,
+        )
+    assert "called as filter_fn(module, name)" in "".join(caught.value.__notes__)
