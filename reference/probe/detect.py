@@ -24,7 +24,7 @@ from reference.formats.encode import decode, encode
 from reference.matmul.linear import transposed
 from reference.matmul.matmul import matmul
 from reference.probe.drift import difference
-from reference.probe.each_output import beyond, ties_size
+from reference.probe.each_output import BEYOND, beyond, each_bound, ties_size
 from reference.probe.estimates import F64, Estimate, mean, quantile
 from reference.probe.faults import Case
 from reference.probe.rescaled import rescaled
@@ -40,8 +40,6 @@ MORE_OF_OTHER = 4.0
 MORE_SUMS = 1.01
 #: The same where codes that differ at ties add to it: each by a sixteenth of an element of e4m3.
 MORE_TIES = 2.0
-#: The same of each output's bound, which covers scales that are rounded to bfloat16 beside outputs of 16 bits as well.
-BEYOND = 4.0
 #: A kernel's codes are the specification's where half of its tokens are so much closer to their product than rounding is.
 CLOSE = 0.25
 #: The test of sums, where codes are the specification's.
@@ -114,15 +112,25 @@ def findings(
     same = _same_codes(case, y[rows], rows, quantized)
     fine = list(_fine(case, y[rows], rows, dtype, accumulation, quantized)) if same else []
     coarse = [*_coarse(case, y[rows], rows), *_furthest(case, y[rows], rows, dtype, same)]
-    if same and not any(one.found for one in (*coarse, *fine)):
-        fine.append(_each(case, y[rows], rows, dtype, accumulation, quantized))
-    if not quantized and any(one.found for one in fine) and rescaled(case, y[rows], rows):
+    if same:
+        fine.append(each_output(case, y[rows], rows, dtype, accumulation, quantized))
+    if (
+        not quantized
+        and any(one.found for one in fine)
+        and _rescaled(case, y[rows], rows, dtype, accumulation)
+    ):
         return [
             *_coarse(case, y[rows], rows),
             *_furthest(case, y[rows], rows, dtype, False),
             Finding(case.name, SCALES, fine[0].error, fine[0].error, 0.0),
         ]
     return [*coarse, *fine]
+
+
+def _rescaled(case: Case, y: F64, rows: Any, dtype: str, accumulation: str) -> bool:
+    off = np.abs(y - case.right[rows])
+    bound = each_bound(case, off, rows, dtype, accumulation, quantized=False)
+    return rescaled(case, y, rows, BEYOND * bound)
 
 
 def _coarse(case: Case, y: F64, rows: Any) -> Iterator[Finding]:
@@ -165,16 +173,17 @@ def _furthest(case: Case, y: F64, rows: Any, dtype: str, same: bool) -> Iterator
     )  # fmt: skip
 
 
-def _each(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantized: bool) -> Finding:
+def each_output(case: Case, y: F64, rows: Any, dtype: str, accumulation: str, quantized: bool) -> Finding:
     """The one output that is furthest beyond what sums, its rounding and values at ties may add to it."""
-    at, off, bound = beyond(case, y, rows, dtype, accumulation, quantized=quantized)
-    whole = sqrt(float((case.exact[rows] ** 2).mean())) or 1.0
-    wrong = off > BEYOND * bound
-    test = f"output {at}"
+    one = beyond(case, y, rows, dtype, accumulation, quantized=quantized, margin=BEYOND)
+    size = sqrt(float((case.exact[rows] ** 2).mean())) or 1.0
+    wrong = one.off > BEYOND * one.bound
+    test = f"output {one.at}"
     if wrong:
-        sums = f"sums of its quantized values in any order, by {bound / whole:.3g}"
-        test += f" is off by {off / whole:.3g} of its outputs' size; {sums}"
-    return Finding(case.name, test, off / whole, bound / whole, inf if wrong else 0.0, BEYOND)
+        may = "sums of its quantized values in any order" + ("" if quantized else ", and ties of rounding")
+        test += f" is off by {one.off / size:.3g} of its outputs' size; {may}, by {one.bound / size:.3g}"
+        test += f"; {one.whole}" if one.whole else ""
+    return Finding(case.name, test, one.off / size, one.bound / size, inf if wrong else 0.0, BEYOND)
 
 
 def _same_codes(case: Case, y: F64, rows: Any, quantized: bool) -> bool:
@@ -294,4 +303,4 @@ def _ratio(a: F64, c: F64) -> tuple[F64, F64]:
     return root, np.where(root > 0, spread / np.where(root > 0, 2 * root, 1), 0)
 
 
-__all__ = ["Finding", "findings", "sum_error"]
+__all__ = ["BEYOND", "Finding", "each_output", "findings", "sum_error"]

@@ -95,10 +95,15 @@ def of_alone(shown: Alone, y: F64, dtype: str, accumulation: str, *, same: bool)
 
 def _one(case: Case, y: F64, dtype: str, accumulation: str) -> Finding:
     """The one output that is furthest beyond its bound."""
-    at, off, bound = beyond(case, y, np.ones(len(y), bool), dtype, accumulation, quantized=False)
-    wrong = off > BEYOND * bound
-    test = f"output {at}" + (f" is off by {off:.3g}, one value by {bound:.3g} at most" if wrong else "")
-    return Finding(case.name, test, off, bound, inf if wrong else 0.0, BEYOND)
+    every = np.ones(len(y), bool)
+    one = beyond(case, y, every, dtype, accumulation, quantized=False, margin=BEYOND)
+    wrong = one.off > BEYOND * one.bound
+    test = f"output {one.at}"
+    if wrong:
+        test += f" is off by {one.off:.3g}, one value by {one.bound:.3g} at most" + (
+            f"; {one.whole}" if one.whole else ""
+        )
+    return Finding(case.name, test, one.off, one.bound, inf if wrong else 0.0, BEYOND)
 
 
 @dataclass(frozen=True)

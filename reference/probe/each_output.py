@@ -15,9 +15,10 @@ bound:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,29 +29,72 @@ from reference.probe.estimates import F64
 from reference.probe.faults import F32, Case, value
 from reference.quantize.quantize import quantize
 from reference.quantize.scales import choose_scales
-from reference.quantize.stored import Quantized
+from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme
 
 #: How far another order of scaling takes a quotient, in relation to it: sixteen roundings of float32.
 ORDER = 2.0**-20
+#: So many times its bound an output has to be off: that covers scales that are rounded to bfloat16 beside outputs of 16 bits.
+BEYOND = 4.0
+
+
+class Beyond(NamedTuple):
+    """The output that is furthest beyond its bound, or nearest to it: its token and channel, its error, its bound; and which
+    tokens or channels as a whole are beyond `margin` times theirs, in words ("" where none are)."""
+
+    at: tuple[int, int]
+    off: float
+    bound: float
+    whole: str
 
 
 def beyond(
-    case: Case, y: F64, rows: Any, dtype: str, accumulation: str, *, quantized: bool
-) -> tuple[tuple[int, int], float, float]:
-    """Of outputs y (tokens that `rows` marks, N) the one that is furthest beyond its bound, or nearest to it: its token and
-    channel, its error, its bound. quantized: the kernel was given quantized operands, so that no value may be another.
-
-    Tokens and channels more than half of whose outputs are beyond have other values; they are left out.
-    """
+    case: Case, y: F64, rows: Any, dtype: str, accumulation: str, *, quantized: bool, margin: float = 1.0
+) -> Beyond:
+    """Of outputs y (tokens that `rows` marks, N) the one that is furthest beyond its bound. None is left out: a token whose
+    values lie at ties has the bound of its own ties. quantized: the kernel was given quantized operands, so that no value may
+    be another."""
     off = np.abs(y - case.right[rows])
-    bound = sums_bound(case, dtype, accumulation)[rows]
-    if not quantized and (off > bound).any():
-        bound = bound + ties_bound(case)[rows]
+    bound = each_bound(case, off, rows, dtype, accumulation, quantized=quantized)
     over = off / np.maximum(bound, np.finfo(np.float64).tiny)
-    others = (np.median(over, 1, keepdims=True) > 1) | (np.median(over, 0, keepdims=True) > 1)
-    at = np.unravel_index(int(np.where(others, 0, over).argmax()), over.shape)
-    return (int(np.flatnonzero(rows)[at[0]]), int(at[1])), float(off[at]), float(bound[at])
+    at = np.unravel_index(int(over.argmax()), over.shape)
+    numbers = np.flatnonzero(rows)
+    whole = _whole(over > margin, y, case.right[rows], numbers)
+    return Beyond((int(numbers[at[0]]), int(at[1])), float(off[at]), float(bound[at]), whole)
+
+
+def each_bound(case: Case, off: F64, rows: Any, dtype: str, accumulation: str, *, quantized: bool) -> F64:
+    """What outputs of the tokens `rows`, whose errors are `off`, may err by: `sums_bound`, and `ties_bound` where some are off
+    by more than that and the kernel quantizes."""
+    bound = sums_bound(case, dtype, accumulation)[rows]
+    return np.asarray(bound if quantized or not (off > bound).any() else bound + ties_bound(case)[rows])
+
+
+def _whole(over: Any, y: F64, right: F64, numbers: Any) -> str:
+    """Tokens, else channels, most of whose outputs are beyond their bound, and what these are in relation to the right ones."""
+    for what, of_one, labels in (("token", over, numbers), ("channel", over.T, np.arange(over.shape[1]))):
+        some = of_one.mean(1) > 0.5
+        if some.any():
+            one, two = (values if what == "token" else values.T for values in (y, right))
+            return f"{_named(what, labels[some])} {_times(one[some], two[some])}"
+    return ""
+
+
+def _named(what: str, numbers: Any) -> str:
+    """Numbers of tokens or channels, those from the first to the last where they have no gap."""
+    first, last, count = int(numbers[0]), int(numbers[-1]), len(numbers)
+    if count == 1:
+        return f"all of {what} {first}"
+    gaps = "" if last - first + 1 == count else f", {count} of them,"
+    return f"all of {what}s {first} to {last}{gaps}"
+
+
+def _times(y: F64, right: F64) -> str:
+    """The factor that outputs have, if it is one: where what is left without it is less than half."""
+    size = float((right**2).sum())
+    factor = float((y * right).sum()) / size if size else 1.0
+    left, off = (float(np.linalg.norm(y - one * right)) for one in (factor, 1.0))
+    return f"times {factor:.4g}" if left < off / 2 else "in no one proportion"
 
 
 def sums_bound(case: Case, dtype: str, accumulation: str) -> F64:
@@ -90,11 +134,12 @@ def _moved(case: Case) -> tuple[F64, F64]:
     return of_a, ties(case.w, case.weight_scheme, case.b)
 
 
-def ties(x: F32, scheme: Scheme, right: F64) -> F64:
-    """How far each value of x (M, K) may be from the specification's in another order of scaling."""
+def ties(x: F32, scheme: Scheme, right: F64, convention: Callable[[Scales], Scales] = lambda one: one) -> F64:
+    """How far each value of x (M, K) may be from `right` in another order of scaling: the specification's values, or those
+    under the scales that a convention makes of its own."""
     most = np.zeros_like(right)
     moved = [np.asarray(x * np.float32(1 + step * ORDER), np.float32) for step in (0, -1, 1)]
-    scales = [choose_scales(one, scheme) for one in moved]
+    scales = [convention(choose_scales(one, scheme)) for one in moved]
     for one, scale in list(product(moved, scales))[1:]:
         other = value(quantize(one, scheme, scales=scale))
         most = np.fmax(most, np.abs(other - right))
@@ -119,4 +164,4 @@ def _zero_points(q: Quantized, right: F64) -> F64:
     )
 
 
-__all__ = ["beyond", "sums_bound", "ties_bound", "ties_size"]
+__all__ = ["BEYOND", "Beyond", "beyond", "each_bound", "sums_bound", "ties", "ties_bound", "ties_size"]

@@ -145,6 +145,30 @@ def test_faults_of_a_whole_kernel(kernel, said):
     assert re.search(said, str(report)), report
 
 
+@pytest.mark.parametrize("scheme", ["fp8_rowwise", "mxfp8_e4m3"])
+@pytest.mark.parametrize(
+    ("at", "factor", "said"),
+    [
+        (np.s_[128:], 1.05, "times 1.05"),
+        (np.s_[-17:], 1.05, "times 1.05"),
+        (np.s_[3], 1.05, "all of token 3 times 1.05"),
+        (np.s_[:, 5], 1.05, "all of channel 5 times 1.05"),
+        (np.s_[:, 20], 1.01, "all of channel 20 times 1.01"),
+        (np.s_[3, 5], 1.5, r"output \(3, 5\) is off by"),
+        (np.s_[3, 5], 1.01, r"output \(3, 5\) is off by"),
+    ],
+)
+def test_a_part_of_another_scale_is_neither_ties_nor_a_convention(scheme, at, factor, said):
+    def kernel(x, w):
+        y = torch.from_numpy(kernel_of(lambda case: case.right, scheme)(x.numpy(), w.numpy()))
+        y[at] *= factor
+        return y
+
+    report = probe_kernel(kernel, scheme=scheme, **SMALL)
+    assert not report.ok
+    assert re.search(said, str(report)), report
+
+
 def test_8_bits_with_other_scales_beside_4():
     """x is quantized, though its error is a small part, and other codes are no error of sums; x that is not is told of."""
 
@@ -176,9 +200,8 @@ def test_scales_of_another_convention(scale_of):
     assert report.ok, report
     assert report.other_scales
     assert not report.same_values
-    assert "scales are of another convention than the specification's, so that sums were not compared" in str(
-        report
-    )
+    assert str(report).startswith("sums were not compared, and")
+    assert "scales are of another convention than the specification's, so that wrong sums" in str(report)
 
 
 def test_calls_that_differ_and_lengths_that_a_kernel_refuses():
