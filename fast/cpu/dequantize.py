@@ -179,14 +179,14 @@ class Decoder:
         rows, length = prod(w.shape[:-1]), w.shape[-1]
         codes = w.codes.detach().reshape(-1, w.codes.shape[-1])
         _check_parts(w, codes, scales, rows)
-        loop = _loop_of(w.scheme, w.packed, scales.divides, dtype)
+        loop = loop_of(w.scheme, w.packed, scales.divides, dtype)
         width = loop.width(length)
         size = width if scales.scale.shape[1] == 1 else scales.size
         parts = (
             codes,
-            _table(w.scheme, loop.rounds),
+            table_of(w.scheme, loop.rounds),
             scales.scale,
-            _nothing() if scales.zero is None else scales.zero,
+            no_zero_points() if scales.zero is None else scales.zero,
         )
         operands = (*map(as_array, parts), size)
         return cls(loop.of_blocks(size), operands, rows, length, width, dtype)
@@ -242,7 +242,7 @@ def _check_parts(w: Quantized, codes: torch.Tensor, scales: BlockScales, rows: i
 
 
 @lru_cache(maxsize=256)
-def _loop_of(scheme: Scheme, packed: bool, divides: bool, dtype: torch.dtype) -> Any:
+def loop_of(scheme: Scheme, packed: bool, divides: bool, dtype: torch.dtype) -> Any:
     """What kernels for a scheme are compiled for, but for its blocks."""
     from fast.cpu.loops.decode import CODE_ZERO, NO_ZERO, VALUE_ZERO
     from fast.cpu.loops.gemm import Loop
@@ -255,14 +255,14 @@ def _loop_of(scheme: Scheme, packed: bool, divides: bool, dtype: torch.dtype) ->
     return Loop(Decoding.of(element), packed and element.bits < 8, zero, divides, rounds, half, False)
 
 
-def _table(scheme: Scheme, rounds: bool) -> torch.Tensor:
+def table_of(scheme: Scheme, rounds: bool) -> torch.Tensor:
     """The numbers of codes; where every operation rounds, of what bfloat16 holds."""
     table = single_table(Element.of(scheme))
     return table.to(torch.bfloat16).to(torch.float32) if rounds else table
 
 
 @lru_cache(maxsize=1)
-def _nothing() -> torch.Tensor:
+def no_zero_points() -> torch.Tensor:
     """What stands for zero points where there are none."""
     return torch.zeros((1, 1), dtype=torch.float32, device="cpu")
 
@@ -278,4 +278,7 @@ def _bits(x: torch.Tensor) -> Any:
     return as_array(x.view(torch.uint16) if x.dtype == torch.bfloat16 else x)
 
 
-__all__ = ["TILE", "Decoder", "Tiles", "as_array", "dequantize", "multiplies_bfloat16", "numba_missing"]
+__all__ = [
+    "TILE", "Decoder", "Tiles", "as_array", "dequantize", "loop_of", "multiplies_bfloat16", "no_zero_points", "numba_missing",
+    "table_of",
+]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fast.cpu.dequantize import NAMES, Decoder, _loop_of, _nothing, _table, as_array, numba_missing
+from fast.cpu.dequantize import NAMES, Decoder, as_array, loop_of, no_zero_points, numba_missing, table_of
 from fast.cpu.elements import Element, has_infinities, largest, single_table
 from fast.cpu.scales import covered
 from fast.cpu.threads import WORTH, in_parts
@@ -61,7 +61,7 @@ class Plan:
         self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
     ) -> tuple[Any, Any, Any]:
         """Parts as the loop reads them: those that lie so in memory as they are, others copied."""
-        zeros = _nothing() if zero is None else zero.detach().to(torch.float32).reshape(self.blocks)
+        zeros = no_zero_points() if zero is None else zero.detach().to(torch.float32).reshape(self.blocks)
         stored = codes.detach().reshape(-1, codes.shape[-1])
         return as_array(stored), as_array(scale.detach().reshape(-1)), as_array(zeros)
 
@@ -160,7 +160,7 @@ def _plan(q: Quantized, dtype: torch.dtype, rows: int, length: int) -> Plan | De
     """Where rows are as wide as the loop writes them, and once it is worth compiling."""
     if not covered(q.scheme, tuple(q.shape), q.axis, dtype):
         return None
-    loop = _loop_of(q.scheme, q.packed, q.scheme.scale.stored == "encode", dtype)
+    loop = loop_of(q.scheme, q.packed, q.scheme.scale.stored == "encode", dtype)
     key = loop, q.scheme.scale.block
     if rows * length >= LARGE:
         ASKED[key] = SOON
@@ -182,7 +182,7 @@ def _of_plain_scales(q: Quantized, loop: Any, dtype: torch.dtype, rows: int) -> 
         return None
     loop = loop.of_blocks(size)
     element = Element.of(scheme)
-    table = as_array(_table(scheme, loop.rounds))
+    table = as_array(table_of(scheme, loop.rounds))
     magnitudes = single_table(element).abs()
     return Plan(
         kernels=(compiled(loop), compiled(replace(loop, flushes=loop.half))),

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from fast.cpu.loops.gemv import compile_once
-from fast.cpu.loops.rounding import _short
+from fast.cpu.loops.rounding import bfloat16_rounded
 
 #: No `fastmath`: a product and a sum contracted would round once.
 OPTIONS = {"nogil": True, "error_model": "numpy"}
@@ -36,7 +36,7 @@ def _scales(rounds: bool) -> Callable[..., None]:
         for at in range(len(scale)):
             s = scale[at]
             is_number &= s == s
-            s = _short(s) if rounds else s
+            s = bfloat16_rounded(s) if rounds else s
             result[at] = s
             low, high = min(low, s), max(high, s)
         ends[0] = low if is_number else -infinity

@@ -134,7 +134,7 @@ def _integer(number):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", **OPTIONS)
-def _short(number):  # type: ignore[no-untyped-def]
+def bfloat16_rounded(number):  # type: ignore[no-untyped-def]
     """The nearest bfloat16, ties to even."""
     bits = np.float32(number).view(np.int32)
     bits = np.int32(bits + np.int32(0x7FFF) + np.int32((bits >> 16) & 1))
@@ -188,20 +188,20 @@ def _kernel(rule: Rounding) -> Callable[..., None]:
                     s = np.float32(whole * (s if s > floor else floor))
                 else:
                     s = np.float32(amax - begin)
-                    s = _short(s) if short_scale else s
+                    s = bfloat16_rounded(s) if short_scale else s
                     s = np.float32(s / target)
-                    s = _short(s) if short_scale else s
+                    s = bfloat16_rounded(s) if short_scale else s
                     is_low = s == 0 if floors_zero else not s > floor
                     s = floor if is_low else s
                 if not (amax < far and begin > -far and s >= tiny):
                     is_plain = np.uint8(0)
                 inverse, offset = np.float32(one / s), np.float32(0)
-                inverse = _short(inverse) if short else inverse
+                inverse = bfloat16_rounded(inverse) if short else inverse
                 if has_zero and given:
                     offset = np.float32(zero[row, column])
                 elif has_zero:
                     steps = np.float32(begin / s)
-                    offset = np.float32(low - _integer(_short(steps) if short_scale else steps))
+                    offset = np.float32(low - _integer(bfloat16_rounded(steps) if short_scale else steps))
                     offset = offset if offset > low else low
                     offset = offset if offset < high else high
                 if codes and not given:
@@ -211,7 +211,7 @@ def _kernel(rule: Rounding) -> Callable[..., None]:
                 for j in range(x.shape[2]):
                     number = np.int32(np.int32(x[n, b, j]) << shift).view(np.float32)
                     number = np.float32(number / s) if divides else np.float32(number * inverse)
-                    number = _short(number) if short else number
+                    number = bfloat16_rounded(number) if short else number
                     if is_float:
                         bits = np.float32(number).view(np.int32)
                         if positive:
