@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 def _unknown(name: str) -> AttributeError:
     """With the nearest public names; and the name and the module, by which tracebacks suggest one."""
     close = [] if name.startswith("_") else get_close_matches(name, [*packages.homes(), *SUBMODULES])
-    told = f"; the nearest are {', '.join(close)}" if close else ""
+    told = f"; the nearest {'is' if len(close) == 1 else 'are'} {', '.join(close)}" if close else ""
     return AttributeError(
         f"module 'ao_lab' has no attribute {name!r}{told}", name=name, obj=sys.modules[__name__]
     )

@@ -22,7 +22,7 @@ import typer
 
 from ao_lab.cli.bench import command as bench_command
 from ao_lab.cli.compare import command as compare_command
-from ao_lab.cli.completion import config_names, format_names, scheme_names
+from ao_lab.cli.completion import config_names, format_names, method_names, scheme_names
 from ao_lab.cli.eval import command as eval_command
 from ao_lab.cli.options import (
     CALIBRATION,
@@ -172,6 +172,7 @@ def quantize(
             help="Quantization algorithm, repeatable: rotate, smooth, awq, clip, hqq, gptq, autoround, lowrank, bias; kv: "
             "static scales of a KV cache. With options: 'gptq damping=0.01' (its classes' in ao_lab.calibration). Default: "
             "round to nearest.",
+            autocompletion=method_names,
         ),
     ] = None,
     windows: Annotated[
@@ -344,7 +345,10 @@ def choose(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Quantization algorithm, repeatable: clip, hqq, gptq, autoround, rotate."),
+        typer.Option(
+            help="Quantization algorithm, repeatable: clip, hqq, gptq, autoround, rotate.",
+            autocompletion=method_names,
+        ),
     ] = None,
     skip: Skip = None,
     windows: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ao_lab.cli.completion import config_names, configs_and_folders
+from ao_lab.cli.completion import config_names, configs_and_folders, method_names
 from ao_lab.cli.options import (
     AsJson,
     BatchSize,
@@ -73,7 +73,8 @@ def command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Quantization algorithm, as for ao-lab quantize: clip, awq, 'gptq damping=0.01', ..."
+            help="Quantization algorithm, as for ao-lab quantize: clip, awq, 'gptq damping=0.01', ...",
+            autocompletion=method_names,
         ),
     ] = None,
     calibration_windows: Annotated[
@@ -269,5 +270,8 @@ def show(found: Any) -> None:
     titles = (f"{found.model} on {found.conditions['text']}", "Size and speed", "Tasks")
     for title, (head, *rows) in zip(titles, found.tables(), strict=False):
         print_table(title, head, rows, head[1:])
-    for note in found.notes:
+    answer = [found.best] if found.best else []
+    for note in answer:
+        console().print(note, markup=False, style="bold", end="\n\n")
+    for note in found.notes[len(answer) :]:
         console().print(note, markup=False)

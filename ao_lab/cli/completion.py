@@ -1,4 +1,4 @@
-"""Names that a shell completes: of configurations, schemes and formats. Imports no torch: a key press waits for it."""
+"""Names that a shell completes: of configurations, schemes, formats and methods. Imports no torch: a key press waits for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ def config_names(incomplete: str) -> list[str]:
 
 def configs_and_folders(incomplete: str) -> list[str]:
     """The same, and folders that hold a model, or others."""
-    folders = [f"{path}/" for path in map(Path, glob(f"{escape(incomplete)}*")) if path.is_dir()]
-    return [*config_names(incomplete), *sorted(folders)]
+    return [*config_names(incomplete), *folders(incomplete)]
+
+
+def folders(incomplete: str) -> list[str]:
+    """Folders, sorted, with a slash behind each."""
+    return sorted(f"{path}/" for path in map(Path, glob(f"{escape(incomplete)}*")) if path.is_dir())
 
 
 def scheme_names(incomplete: str) -> list[str]:
@@ -34,6 +38,13 @@ def scheme_names(incomplete: str) -> list[str]:
     return beginning(incomplete, (name for name in SCHEMES if other or "." not in name))
 
 
+def method_names(incomplete: str) -> list[str]:
+    """Methods of calibration; no option of one."""
+    from ao_lab.calibration.methods import METHODS
+
+    return beginning(incomplete, METHODS)
+
+
 def format_names(incomplete: str) -> list[str]:
     """Formats."""
     from reference import FORMATS
@@ -41,4 +52,6 @@ def format_names(incomplete: str) -> list[str]:
     return beginning(incomplete, FORMATS)
 
 
-__all__ = ["beginning", "config_names", "configs_and_folders", "format_names", "scheme_names"]
+__all__ = [
+    "beginning", "config_names", "configs_and_folders", "folders", "format_names", "method_names", "scheme_names",
+]  # fmt: skip

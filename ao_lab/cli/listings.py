@@ -207,6 +207,13 @@ def fitting_configs(word: str) -> list[str]:
     ]
 
 
+def other_bits(word: str) -> list[str]:
+    """The first configurations of a kind of numbers of which there are none in so many bits: int5, float3."""
+    kind = word.rstrip("0123456789")
+    found = fitting_configs(kind) if kind != word else []
+    return sorted(found, key=lambda name: (not name.lower().startswith(kind.lower()), len(name)))[:NAMED]
+
+
 def bits_of(kind: type[Config]) -> str | None:
     """Bits of weights and inputs as papers write them, W4A16; None where the configuration has to be told."""
     try:
@@ -240,6 +247,11 @@ def show_configs(name: str | None, as_json: bool) -> None:
     if name is None or (name not in classes and fitting):
         _print_configs({key: classes[key] for key in fitting}, as_json)
         return
+    if name not in classes and (near := other_bits(name)):
+        raise WrongInput(
+            f"unknown config {name!r}; the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; `ao-lab configs` "
+            "lists all"
+        )
     kind = known(name, classes, "config")
     options = {key: _plain(value) for key, value in options_of(kind).items()}
     details = {"name": name, "what": " ".join((kind.__doc__ or "").split()), **_schemes(kind)}

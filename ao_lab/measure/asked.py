@@ -83,8 +83,8 @@ def check_tasks(tasks: Sequence[str], paired: bool) -> None:
         if near := difflib.get_close_matches(foreign[0], TASKS, n=1, cutoff=0.7):
             raise WrongInput(f"unknown task {foreign[0]!r}; the nearest is {near[0]}")
         raise WrongInput(
-            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
-            f"{', '.join(TASKS)}, which need no extra"
+            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed (so that names are not "
+            f"checked); {pip_install('eval')}, or use {', '.join(TASKS)}, which need no extra"
         )
 
 

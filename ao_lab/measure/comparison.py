@@ -14,10 +14,12 @@ from ao_lab.measure.times import (
     NOISY,
     OK,
     busy_notes,
+    cpu_notes,
     digits,
     folded,
     generate_of,
     host_of,
+    noisy_notes,
     told_threads,
 )
 
@@ -356,10 +358,12 @@ class Comparison:
         loads = [(row.load, row.cores) for row in self.rows if row.load is not None]
         why = ((row.name, row.reason) for row in self.rows if row.status != OK)
         failed = [f"{', '.join(names)} failed: {reason}" for reason, names in _grouped(why).items()]
-        noisy = _grouped((row.name, row.doubt) for row in self.rows if row.doubt)
         return [
             *filter(None, [self.best]),
             *failed,
+            *busy_notes(*max(loads, default=(None, None))),
+            *noisy_notes((row.name, row.doubt) for row in self.rows),
+            *(cpu_notes(told["device"]) if told.get("new_tokens") else ()),
             *self.changed(),
             *self.layouts(),
             *self.left(),
@@ -370,8 +374,6 @@ class Comparison:
             *self._of_tasks(),
             *self._of_speed(),
             *self._of_methods(),
-            *busy_notes(*max(loads, default=(None, None))),
-            *(f"{', '.join(names)}: the speedup is noisy: {doubt}." for doubt, names in noisy.items()),
             *told.get("notes", ()),
         ]  # fmt: skip
 

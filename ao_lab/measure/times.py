@@ -24,7 +24,7 @@ SPREAD = 1.5
 #: What stands behind a speedup that cannot be trusted.
 NOISY = " (noisy)"
 #: What is said of rows whose own rounds disagree.
-DISAGREE = "its rounds disagree (20% and 80% quantiles: --json); end other work, or time more rounds"
+DISAGREE = "its rounds disagree (how far: --json); end other work, or time more (bench --rounds, compare --new-tokens)"
 #: The mode of layers that one thread of a CPU computes far faster than all of them together, and how doubts begin that are
 #: of the baseline.
 EAGER, ALONE, DRIFT = (
@@ -134,6 +134,17 @@ def busy_notes(load: float | None, cores: int | None) -> list[str]:
     )
 
 
+def noisy_notes(doubts: Iterable[tuple[str, str]]) -> list[str]:
+    """Names whose speedups cannot be trusted, by the kind of their doubts ("": none), in one paragraph; nothing without any."""
+    kinds: dict[str, list[str]] = {}
+    for name, doubt in doubts:
+        if doubt:
+            kind = next((text for begin, text in KINDS.items() if doubt.startswith(begin)), doubt)
+            kinds.setdefault(kind, []).append(name)
+    each = [f"{_first(names)}: {kind}" for kind, names in kinds.items()]
+    return [f"Noisy: {'. '.join(each)}."] * bool(each)
+
+
 #: What conditions are called that an option gives, and those that are hashes.
 OPTIONS = {
     "windows": "--limit", "length": "--length", "new_tokens": "--new-tokens", "rounds": "--rounds", "device": "--device",
@@ -175,6 +186,19 @@ def host_of(conditions: Mapping[str, Any]) -> str:
     """The device, of a CPU with the processor's name: "cpu (AMD EPYC 9654)"."""
     device, processor = conditions["device"], conditions.get("processor")
     return f"{device} ({processor})" if processor and str(device).startswith("cpu") else str(device)
+
+
+def cpu_notes(device: object) -> list[str]:
+    """What to expect of times on a CPU, in a line; nothing of other devices."""
+    return [ON_CPU] if str(device).startswith("cpu") else []
+
+
+#: What quantization changes there, and which configuration gains most (docs/faq.md has the times).
+ON_CPU = (
+    "On a CPU memory and files shrink, and most configurations are slower than bfloat16: the documented speeds are of GPU "
+    "kernels. Quickest here, at few tokens: 'Int8DynamicActivationInt8WeightConfig kernel=int8' "
+    "(docs/faq.md#why-is-my-model-not-faster)."
+)
 
 
 def generate_of(conditions: Mapping[str, Any]) -> str:
@@ -310,19 +334,13 @@ class Benchmark:
             "for each other or for other programs."
         ) * bool(alone)
         failed = {f"{row.name}, {row.place}: {row.reason}": None for row in self.rows if row.status != OK}
-        return [*self.warnings, told, *failed]
+        return [*self.warnings, *cpu_notes(self.conditions.get("device")), told, *failed]
 
     @property
     def warnings(self) -> list[str]:
         """Why times are not to be trusted: other work on the machine, and speedups that are noisy, each with its reason."""
         told = busy_notes(self.conditions.get("load"), self.conditions.get("cores"))
-        doubts: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.doubt:
-                kind = next((text for begin, text in KINDS.items() if row.doubt.startswith(begin)), row.doubt)
-                doubts.setdefault(kind, []).append(f"{row.name} {row.place} {row.mode}")
-        each = [f"{_first(names)}: {doubt}" for doubt, names in doubts.items()]
-        return told + [f"Noisy: {'. '.join(each)}."] * bool(each)
+        return told + noisy_notes((f"{row.name} {row.place} {row.mode}", row.doubt) for row in self.rows)
 
     def __str__(self) -> str:
         lines = [f"{' '.join(cells[:3])}: {cells[3]}, {cells[4]}" for cells in self.layer_cells()]

@@ -30,6 +30,7 @@ from torch import nn
 from ao_lab.calibration import methods as records
 from ao_lab.calibration.result import CALIBRATION
 from ao_lab.choose.result import Choice
+from ao_lab.cli.terminal import blocks_of
 from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.measure.memory import Peak, synchronize
@@ -290,6 +291,8 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
         return facts(here.bench), lambda task: measure(here.with_seed(task[2]), task[0], task[1])
 
     tasks = {Place(case.setting, arm, seed): (case, arm, seed) for case, arm, seed in tasks_of_run(settings)}
+    for task in tasks.values():
+        tell_kept(settings, model, task)
     return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
 
 
@@ -353,7 +356,7 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
 def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables: each text, and the model."""
     chosen = () if arm in PEERS else methods_of(arm, here.settings.seed)
-    kept = unfinished(here, case, chosen)
+    kept = unfinished(here.settings, here.bench.model, case, chosen)
 
     def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
@@ -375,11 +378,23 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     return found
 
 
-def unfinished(here: Run, case: Case, chosen: tuple[Any, ...]) -> Unfinished | None:
+def unfinished(
+    settings: Settings, model: RealModel, case: Case, chosen: tuple[Any, ...]
+) -> Unfinished | None:
     """Where a method that reads data keeps the blocks that it has finished; None where it keeps none."""
     if case.budget is not None or not any(one.calibrates for one in chosen):
         return None
-    return Unfinished.of(here.settings, here.bench.model, case, chosen)
+    return Unfinished.of(settings, model, case, chosen)
+
+
+def tell_kept(settings: Settings, model: RealModel, task: Task) -> None:
+    """Say of a method that was stopped, before the model is loaded, how many of its blocks are kept."""
+    case, arm, seed = task
+    if arm in PEERS or not_there(settings, arm) is not None:
+        return
+    kept = unfinished(replace(settings, seed=seed), model, case, methods_of(arm, seed))
+    if kept is not None:
+        kept.tell(f"{arm}, {case.setting}", blocks_of(model.folder))
 
 
 def not_there(settings: Settings, arm: str) -> str | None:
@@ -456,7 +471,7 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     peak.begin()
     started = time.perf_counter()
     more = {"methods": chosen, **data} if chosen else {}
-    if (kept := unfinished(here, case, chosen)) is not None:
+    if (kept := unfinished(here.settings, here.bench.model, case, chosen)) is not None:
         kept.folder.parent.mkdir(parents=True, exist_ok=True)
         more["resume"] = kept.folder
     with told_elsewhere():  # by `check_whole`

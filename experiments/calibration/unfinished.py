@@ -46,6 +46,12 @@ class Unfinished:
         folder = settings.cache / "calibrations" / hashlib.sha256(key.encode()).hexdigest()[:16]
         return cls(folder, finished_blocks(folder))
 
+    def tell(self, what: str, blocks: int | None) -> None:
+        """Say how many blocks, of so many that the model has, are kept; nothing where none is."""
+        if self.before:
+            of = "" if blocks is None else f" of {blocks}"
+            say(f"{what}: {self.before}{of} finished blocks are kept; it goes on after them")
+
     def remember(self, rounded: Mapping[str, Sums]) -> None:
         """Keep what rounding does, by text, with which the method is compared."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from ao_lab.cli.terminal import WrongInput, print_json, print_table, say, track_progress
 from experiments.commands.work import paths
@@ -19,7 +20,9 @@ def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> No
         record = model_record(name)
         cache = paths().cache
         if not as_json:
-            show_model(record)
+            # On stdout stands the folder alone: --model $(ao-lab pretrained NAME).
+            with redirect_stdout(sys.stderr):
+                show_model(record)
         with track_progress("pretrained", None, plain=as_json) as work:
             folder = pretrained(name, cache, accept=accept, step=work.step)
     except ValueError as error:
@@ -28,7 +31,6 @@ def run_pretrained(name: str | None, accept: Sequence[str], as_json: bool) -> No
         print_json({**record.describe(), "folder": str(folder)})
     else:
         say(f"{record.title} is ready; any command that takes a model's folder takes it")
-        # The last line of stdout, alone: M=$(ao-lab pretrained NAME | tail -1).
         sys.stdout.write(f"{folder}\n")
 
 

@@ -442,7 +442,7 @@ def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
         dict.fromkeys([*begun, *sorted(inside, key=lambda one: not one.lower().startswith(words)), *similar])
     )[:NAMED]
     if close:
-        return f"the nearest are {', '.join(close)}{REGISTER * own}"
+        return f"the nearest {'is' if len(close) == 1 else 'are'} {', '.join(close)}{REGISTER * own}"
     return _known(table, what) + REGISTER * own
 
 

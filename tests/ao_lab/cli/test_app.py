@@ -404,6 +404,10 @@ COMPLETED = {
     "bench --configs nf4,mxfp4_r": ["nf4,mxfp4_rceil"],
     "pretrained smollm": ["smollm2-135m"],
     "reproduce fp8": ["fp8_training"],
+    "reproduce ptq --model smollm": ["smollm2-135m"],
+    "quantize m o --method g": ["gptq"],
+    "compare m --method smo": ["smooth"],
+    "choose m --method gp": ["gptq"],
 }
 
 
@@ -627,6 +631,7 @@ def test_defaults_are_what_the_command_takes(capsys):
     ("arguments", "words"),
     [
         (["configs", "Int4WeightOnlyConf1g"], "the nearest are Int4WeightOnlyConfig"),
+        (["configs", "int5"], "unknown config 'int5'; the nearest are Int4WeightOnlyConfig"),
         (
             ["quantize", "{folder}", "{out}", "--config", "Int4WeightOnly"],
             "the nearest are Int4WeightOnlyConfig",

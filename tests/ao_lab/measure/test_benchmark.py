@@ -215,7 +215,7 @@ def test_what_is_compiled_are_copies(folder):
         ({}, "give a model"),
         ({"shapes": [(1, 2)]}, "a shape is M,N,K"),
         ({"shapes": [(0, 8, 8)]}, "a shape is M,N,K"),
-        ({"shapes": [(1, 8, 8)], "configs": ["nf5"]}, "the nearest are nf4"),
+        ({"shapes": [(1, 8, 8)], "configs": ["nf5"]}, "the nearest is nf4"),
         ({"shapes": [(1, 8, 8)], "batch": [0]}, "--batch is 1 or more"),
         (
             {"shapes": [(1, 8, 8)], "configs": {"bfloat16": "nf4"}},
@@ -283,6 +283,9 @@ def test_a_speedup_is_the_median_of_the_rounds_ratios_and_says_where_it_is_noisy
     assert found.generate_cells()[1][-1] == "1.00x (noisy)"
     assert found.notes[0].startswith("Load 10.0 on 2 cores: times are not reliable")
     assert found.notes[1].startswith("Noisy: nf4 1 eager: its rounds disagree")
+    assert found.notes[2].startswith("On a CPU memory and files shrink, and most configurations are slower")
+    on_gpu = Benchmark("m", (base, own), {"device": "cuda"}).notes
+    assert not any(note.startswith("On a CPU") for note in on_gpu)
     ((title, lines),) = found.tables()
     assert (title, lines[0]) == (
         "generate() of m",

@@ -518,7 +518,10 @@ def test_speedups_that_cannot_be_trusted_say_so():
     at = head.index("speedup")
     assert (first[at], second[at], second[head.index("KL")]) == ("1.00x", "4.90x (noisy)", "1.2e-05")
     assert "Load 10.6 on 2 cores: times are not reliable, end other work first." in shown.notes
-    assert f"int8: the speedup is noisy: {doubt}." in shown.notes
+    assert "Noisy: int8: its rounds disagree" in " ".join(shown.notes)
+    assert not any(note.startswith("On a CPU") for note in shown.notes)
+    on_cpu = Comparison("m", rows, {**told, "device": "cpu"}).notes
+    assert any(note.startswith("On a CPU") and "kernel=int8" in note for note in on_cpu)
     assert Comparison.from_dict(shown.to_dict()) == shown
     assert not any("reliable" in note or "noisy" in note for note in Comparison("m", rows[:1], told).notes)
 

@@ -94,6 +94,10 @@ def test_a_stopped_method_goes_on_after_its_blocks(deep, tmp_path, monkeypatch, 
         "gptq, int3_g64_asymmetric: 1 finished blocks are kept; the same command" in capsys.readouterr().err
     )
     rows, failed, told = measured(deep, tmp_path / "a", monkeypatch, journal=journal)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "ao-lab: gptq, int3_g64_asymmetric: 1 of 2 finished blocks are kept; it goes on"
+    ), said
     assert failed == []
     assert not any("layers.0: statistics" in word for word in told)
     assert any("layers.1: statistics" in word for word in told)

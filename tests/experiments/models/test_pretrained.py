@@ -276,6 +276,11 @@ def test_the_command_lists_and_fetches(record, tmp_path, monkeypatch, capsys):
     wheels(tmp_path)
     assert main(["pretrained", "tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"].startswith(str(tmp_path))
+    assert main(["pretrained", "tiny"]) == 0
+    said = capsys.readouterr()
+    (folder,) = said.out.splitlines()
+    assert folder.startswith(str(tmp_path))
+    assert RECORD.sha256 in said.err
     assert main(["pretrained", "gemma-3-270m"]) == 2
     assert "--accept gemma" in capsys.readouterr().err
 
