@@ -64,6 +64,8 @@ def test_every_scheme(scheme, dtype):
     found, right = named(scheme, dtype)
     # In 16 bits the error of 14-bit sums is below that of codes that may differ at ties: see the next test.
     unseen = {"short accumulator"} if dtype == "bfloat16" else set()
+    # Over scales that are powers of two one in sixteen 16-bit inputs is a tie of e4m3: what these may change hides more.
+    unseen |= {"bfloat16 sums"} if (scheme, dtype) == ("mxfp8_e4m3", "bfloat16") else set()
     assert {name for name, report in found.items() if report.ok} <= unseen
     assert {name: str(report) for name, report in right.items() if not report.ok} == {}
 
