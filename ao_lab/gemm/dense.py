@@ -178,9 +178,7 @@ def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
     from fast.cpu.linear import takes_rows
 
     q = w.quantized
-    return q.axis == 1 and takes_rows(
-        q.scheme, tuple(map(int, q.shape)), dtype, w.recipe.activation is not None
-    )
+    return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
 
 
 # Products of rows sorted by expert and experts' weights.

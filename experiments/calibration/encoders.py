@@ -106,7 +106,7 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
 
 def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables."""
-    kept = None if arm in PEERS else unfinished(here, case, methods_of(arm))
+    kept = None if arm in PEERS else unfinished(here.settings, here.bench.model, case, methods_of(arm))
 
     def work(found: dict[str, Values]) -> Values:
         if case.setting not in here.judged and arm != ROUNDING:

@@ -30,6 +30,7 @@ import fast
 from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import named
 from ao_lab.quantization.api import quantize_
+from ao_lab.quantization.groups import told_elsewhere
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.models.llama import LanguageModel
@@ -70,7 +71,8 @@ def quantize_linears(model: LanguageModel, scheme: str) -> Stored:
 
     ValueError where a scheme's blocks do not divide a layer.
     """
-    quantize_(model, SchemeConfig(scheme=scheme))
+    with told_elsewhere():
+        quantize_(model, SchemeConfig(scheme=scheme))
     sizes = Stored(0)
     for name, layer in model.linears().items():
         weight = layer.weight

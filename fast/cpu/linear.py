@@ -199,8 +199,6 @@ def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
 
 #: Elements of the smallest weight that is decoded on the way by several rows: one that is smaller is soon dequantized.
 SMALLEST = 1 << 17
-#: The same where inputs are quantized: what else multiplies 8-bit floats takes ten times as long.
-SMALLEST_OF_QUANTIZED = 1 << 16
 #: Rows that the loop multiplies at most.
 LOOP_ROWS = 64
 #: The same where the processor has matrix tiles (AMX), which the loop does not use.
@@ -209,15 +207,9 @@ LOOP_ROWS_BESIDE_TILES = 8
 FLOAT32_ROWS = 4
 
 
-def takes_rows(
-    scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, are_quantized: bool = False
-) -> bool:
-    """Whether `linear_of_rows` multiplies a weight (N, K) of this record by any number of rows without making it dense.
-
-    are_quantized: the rows are.
-    """
-    least = SMALLEST_OF_QUANTIZED if are_quantized else SMALLEST
-    return takes(scheme, shape, dtype) and shape[0] * shape[1] >= least
+def takes_rows(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether `linear_of_rows` multiplies a weight (N, K) of this record by any number of rows without making it dense."""
+    return takes(scheme, shape, dtype) and shape[0] * shape[1] >= SMALLEST
 
 
 @torch.no_grad()

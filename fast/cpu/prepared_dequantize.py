@@ -133,6 +133,8 @@ def prepared(q: Quantized, name: str) -> Dequantize | None:
     """`dequantize` of tensors like q to the dtype of a name, called with codes, scale, outer scale and zero point; errors of
     `check_quantized`."""
     dtype = NAMES.get(name)
+    if not isinstance(q.shape, tuple):
+        return None  # refused by who dequantizes
     rows, length = prod(q.shape[:-1]), q.shape[-1] if q.shape else 0
     if (
         dtype not in (torch.float32, torch.bfloat16)

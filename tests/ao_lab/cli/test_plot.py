@@ -45,7 +45,7 @@ def test_figures_of_tensors_and_models(tmp_path, capsys):
         main(["plot", "tensor", str(tmp_path / "model"), "--name", "up_proj", "--scheme", "mxfp4", "-o", out])
         == 2
     )
-    assert f"unknown tensor 'up_proj'; the nearest are {name}" in capsys.readouterr().err
+    assert f"unknown tensor 'up_proj'; the nearest is {name}" in capsys.readouterr().err
 
 
 def test_a_name_stands_for_the_folder_that_was_made(tmp_path, monkeypatch, capsys):

@@ -246,7 +246,7 @@ def test_print_shows_the_fields_that_are_no_defaults(scheme):
     assert repr(scheme) == "Scheme(posit_like_b32)"
     refused(
         ValueError,
-        "the nearest are posit_like_b32; one of your own is registered first",
+        "the nearest is posit_like_b32; one of your own is registered first",
         scheme_of,
         "posit_like_b3",
     )
