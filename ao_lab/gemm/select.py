@@ -15,7 +15,8 @@ one gets that one or ValueError. Nothing is measured here.
   row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or
   of a few, on a CPU by `fast.cpu.linear`; within `reference.linear_error_bound` of the exact product. On a CPU several
-  rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize``
+  rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of
+  bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize``
   rounds; inputs in a scheme are rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of
   up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more
   rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a

@@ -409,6 +409,7 @@ def test_weights_are_joined(monkeypatch, uncompiled):
     assert joined(other) is not None
 
 
+@pytest.mark.nightly
 def test_a_step_compiled():
     """By the compiler, on a CPU: the same bits as its program gives without a recording."""
     model, recorder = llama(), Calls()
