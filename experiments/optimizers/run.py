@@ -84,7 +84,7 @@ def _speed(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row
 
 def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
     plan, table = PLANS[settings.scale], table_name(PAIRED, settings.scale, settings.corpus.name)
-    name = plan.training.model.name
+    name = plan.name
     chosen = {*settings.only}.difference(KINDS)
     names = [
         one
@@ -110,7 +110,7 @@ def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> list[Ro
 def _trained(settings: Settings, plan: training.Plan, method: str) -> list[Row]:
     """Rows of a training, in a process of its own where several run at once."""
     values = training.train(settings, plan, training.named(method), settings.seed)
-    return settings.rows(EXPERIMENT, PAIRED, settings.corpus.name, plan.training.model.name, method, values)
+    return settings.rows(EXPERIMENT, PAIRED, settings.corpus.name, plan.name, method, values)
 
 
 def gap_rows(settings: Settings, setting: str, data: str, rows: Sequence[Row]) -> list[Row]:
