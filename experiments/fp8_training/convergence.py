@@ -32,14 +32,21 @@ from torch import Tensor, nn
 import fast
 from ao_lab.training.layers import LowPrecisionLinear, autocast
 from ao_lab.training.products import product
-from experiments.data.corpus import evaluation_texts
 from experiments.fp8_training.methods import BASE, BASE_NAMES, LONG, PAIRED, Plan, Trial, is_linear
 from experiments.harness.measuring import Deadline, measure_each
 from experiments.harness.revision import state
 from experiments.harness.rows import Journal, Row, interval, library_versions, table_name, table_parts
-from experiments.models.pretraining import Budget, Convert, bits_per_byte, pretrain
+from experiments.models.pretraining import Budget, Convert, pretrain
 from experiments.models.train import Checkpoint
-from experiments.pretraining.run import BITS, CHECKPOINT_SECONDS, Values, loss_curve, quality, speed
+from experiments.pretraining.run import (
+    BITS,
+    CHECKPOINT_SECONDS,
+    COMMON_BITS,
+    Values,
+    evaluated,
+    loss_curve,
+    speed,
+)
 from experiments.runs.run import Settings
 from reference import Quantized, Scales
 from reference.training.recipe import PLACES, Operand, Recipe
@@ -131,12 +138,11 @@ def measure(settings: Settings, plan: Plan, trial: Trial, checkpoint: Checkpoint
     convert = converter(trial.recipe)
     alone = not shares_device(settings, trial)
     made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint, alone=alone)
-    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
-    found = bits_per_byte(made.model, texts, trial.settings.model.context)
+    found = evaluated(made.model, settings.corpus, trial.settings.model.context, plan.evaluated)
     facts = speed(made, trial, settings.device_name)
     if not made.alone:
         facts = {name: value for name, value in facts.items() if name not in TIMED}
-    values = {**quality(found, texts), **facts}
+    values = {**found, **facts}
     return [
         *rows_of(settings, trial.kind, trial, values),
         *rows_of(settings, CURVES, trial, loss_curve(made.losses)),
@@ -170,8 +176,9 @@ def gap_rows(settings: Settings, rows: Sequence[Row]) -> list[Row]:
 
 
 def is_loss(metric: str) -> bool:
-    """Whether a metric is one that gaps are taken of."""
-    return metric == TRAINED or metric.startswith(f"{BITS}, ")
+    """Whether a metric is one that gaps are taken of; of common bytes those of whole splits."""
+    common = metric.startswith(f"{COMMON_BITS}, ") and "/" not in metric
+    return metric == TRAINED or common or metric.startswith(f"{BITS}, ")
 
 
 def over_seeds(
@@ -319,10 +326,8 @@ def fault_measure(settings: Settings, plan: Plan, trial: Trial, case: Case) -> l
     made = pretrain(trial.settings, settings.corpus, settings.device, planting)
     if planting is not None:
         planting.undo()
-    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
-    found = quality(bits_per_byte(made.model, texts, trial.settings.model.context), texts)
     values: Values = {
-        **found,
+        **evaluated(made.model, settings.corpus, trial.settings.model.context, plan.evaluated),
         f"training {BITS} at the end": (made.last_loss, "bit"),
         **loss_curve(made.losses),
         **({} if planting is None else counter_values(planting.watcher)),

@@ -29,7 +29,7 @@ from typing import Any
 
 from ao_lab.cli.terminal import say
 from experiments.fp8_training import blocks, convergence, linear, real
-from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
+from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RARE_BYTES, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
 from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.runs.real_models import subject as subject
@@ -148,6 +148,12 @@ def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadlin
         convergence.run(settings, journal, PLANS[settings.scale], kinds, deadline)
 
     return part
+
+
+def rare_bytes_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+    """Paired trainings of a tiny model, long enough to tell common bytes from those that are hardly trained."""
+    for plan in RARE_BYTES:
+        convergence.run(settings, journal, plan, (PAIRED,), deadline)
 
 
 OK = "status: ok"
@@ -292,8 +298,12 @@ ONE_SETTING = {
     f"{blocks.KIND}:{rest}": partial(blocks_part, only=rest)
     for rest in dict.fromkeys(group.setting.partition(", ")[2] for group in blocks.GPU_GROUPS)
 }
-#: What is less than a part.
-SMALLER: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {**ONE_SETTING, **ONE_RECIPE}
+#: What is less than a part, or runs only where it is named.
+SMALLER: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
+    **ONE_SETTING,
+    **ONE_RECIPE,
+    "rare_bytes": rare_bytes_part,
+}
 
 
 check_models = real.check_recipes
@@ -305,5 +315,5 @@ def check_parts(names: Sequence[str]) -> None:
     if unknown:
         raise ValueError(
             f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, paired:RECIPE for one of "
-            f"{', '.join(RECIPES)}, long:RECIPE for one of {', '.join(LONG_RECIPES)}, and {'; '.join(ONE_SETTING)}"
+            f"{', '.join(RECIPES)}, long:RECIPE for one of {', '.join(LONG_RECIPES)}, rare_bytes, and {'; '.join(ONE_SETTING)}"
         )

@@ -415,6 +415,24 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 #: Windows that run at once.
 BATCH = 32
+#: Least share of the training text of a byte that is common; the output of a rarer one is hardly trained.
+COMMON = 1e-6
+
+
+@dataclass(frozen=True)
+class TextBits:
+    """-log2 p of a text, `bits` over its `bytes`, and the part of both that common bytes have; sums in float64."""
+
+    bits: float
+    bytes: int
+    common_bits: float
+    common_bytes: int
+
+
+def common_bytes(corpus: Corpus) -> Tensor:
+    """Which of the 256 bytes are at least the share COMMON of a corpus's training text, (256), bool, on the CPU."""
+    counts = torch.bincount(text_of(corpus), minlength=256)
+    return counts >= COMMON * counts.sum()
 
 
 def bits_per_byte(model: nn.Module, texts: Mapping[str, bytes], context: int) -> dict[str, float]:
@@ -422,22 +440,33 @@ def bits_per_byte(model: nn.Module, texts: Mapping[str, bytes], context: int) ->
 
     ValueError for an empty text.
     """
+    found = bits_by_text(model, texts, context, torch.ones(256, dtype=torch.bool))
+    return {name: one.bits / one.bytes for name, one in found.items()}
+
+
+def bits_by_text(
+    model: nn.Module, texts: Mapping[str, bytes], context: int, common: Tensor
+) -> dict[str, TextBits]:
+    """-log2 p of each text, by its name, as of `bits_per_byte`. common: which bytes are, (256), bool."""
     device = next(model.parameters()).device
-    return {name: bits(model, text, context, device) / len(text) for name, text in texts.items()}
+    return {name: bits(model, text, context, common.to(device)) for name, text in texts.items()}
 
 
-def bits(model: nn.Module, text: bytes, context: int, device: torch.device) -> float:
-    """-log2 p of a text."""
+def bits(model: nn.Module, text: bytes, context: int, common: Tensor) -> TextBits:
+    """-log2 p of a text. common: (256), bool, on the model's device."""
     # All of it on the device before: a copy for each batch would let the host wait for the device.
-    parts = zip(*(one.to(device).split(BATCH) for one in windows(text, context)), strict=True)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    parts = zip(*(one.to(common.device).split(BATCH) for one in windows(text, context)), strict=True)
+    total, of_common, count = torch.zeros((3,), dtype=torch.float64, device=common.device)
     for inputs, targets, counted in parts:
         with torch.inference_mode():
             logits = model(inputs.long())
         likelihood = torch.log_softmax(logits.float(), dim=-1)
         found = likelihood.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1).double()
+        kept = counted & common[targets.long()]
         total -= (found * counted).sum()
-    return float(total) / math.log(2)
+        of_common -= (found * kept).sum()
+        count += kept.sum()
+    return TextBits(float(total) / math.log(2), len(text), float(of_common) / math.log(2), int(count))
 
 
 def windows(text: bytes, context: int) -> tuple[Tensor, Tensor, Tensor]:

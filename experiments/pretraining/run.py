@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from torch import Tensor, nn
 
-from experiments.data.corpus import evaluation_texts
+from experiments.data.corpus import Corpus, evaluation_texts
 from experiments.harness.revision import state
 from experiments.harness.rows import Journal, Row, library_versions, table_name
 from experiments.models.llama import ModelSettings
@@ -36,7 +36,9 @@ from experiments.models.pretraining import (
     Budget,
     Pretrained,
     PretrainSettings,
-    bits_per_byte,
+    TextBits,
+    bits_by_text,
+    common_bytes,
     pretrain,
 )
 from experiments.models.train import Checkpoint
@@ -45,6 +47,8 @@ from experiments.runs.run import Settings
 EXPERIMENT = "pretraining"
 RUNS, CURVES = "runs", "curves"
 BITS = "bits per byte"
+#: Of a text without the bytes that the training text has less than once in a million, and the share of those.
+COMMON_BITS, RARE = "bits per common byte", "share of rare bytes"
 FLOAT32 = "float32"
 #: Points of a loss curve.
 POINTS = 20
@@ -95,11 +99,8 @@ def checkpoint_of(settings: Settings, training: Training) -> Checkpoint:
 def measure(settings: Settings, training: Training, checkpoint: Checkpoint) -> list[Row]:
     """Train a model; all rows of it."""
     made = pretrain(training.settings, settings.corpus, settings.device, checkpoint=checkpoint)
-    texts = {
-        name: text[: EVALUATED[settings.scale]] for name, text in evaluation_texts(settings.corpus).items()
-    }
-    found = bits_per_byte(made.model, texts, training.settings.model.context)
-    values = {**quality(found, texts), **speed(made, training, settings.device_name)}
+    found = evaluated(made.model, settings.corpus, training.settings.model.context, EVALUATED[settings.scale])
+    values = {**found, **speed(made, training, settings.device_name)}
     curve = loss_curve(made.losses)
     of_seed = replace(settings, seed=training.settings.seed)
     where = settings.corpus.name, training.setting, training.method
@@ -110,6 +111,14 @@ def measure(settings: Settings, training: Training, checkpoint: Checkpoint) -> l
     ]
 
 
+def evaluated(model: nn.Module, corpus: Corpus, context: int, limit: int | None) -> Values:
+    """`quality` and `common_quality` of a model on the evaluation texts of a corpus. limit: first bytes of each; None: all."""
+    texts = {name: text[:limit] for name, text in evaluation_texts(corpus).items()}
+    found = bits_by_text(model, texts, context, common_bytes(corpus))
+    per_byte = {name: one.bits / one.bytes for name, one in found.items()}
+    return {**quality(per_byte, texts), **common_quality(found)}
+
+
 def quality(found: Mapping[str, float], texts: Mapping[str, bytes]) -> Values:
     """Bits per byte of each text, and of each split's bytes where it has several texts."""
     values = {f"{BITS}, {name}": (value, "bit") for name, value in found.items()}
@@ -117,6 +126,25 @@ def quality(found: Mapping[str, float], texts: Mapping[str, bytes]) -> Values:
         mine = [name for name in found if name.partition("/")[0] == split]
         total = sum(len(texts[name]) for name in mine)
         values[f"{BITS}, {split}"] = sum(found[name] * len(texts[name]) for name in mine) / total, "bit"
+    return values
+
+
+def common_quality(found: Mapping[str, TextBits]) -> Values:
+    """Of each text and split the bits of common bytes over their number, and the percentage of other bytes.
+
+    A byte that a training never has to predict is only pushed down: what it costs in another text, many bits, depends on the
+    training's path. A text without common bytes has no bits of them.
+    """
+    groups: dict[str, list[TextBits]] = {}
+    for name, one in found.items():
+        for part in dict.fromkeys((name, name.partition("/")[0])):
+            groups.setdefault(part, []).append(one)
+    values: Values = {}
+    for name, group in groups.items():
+        count = sum(one.common_bytes for one in group)
+        values[f"{RARE}, {name}"] = 100 * (1 - count / sum(one.bytes for one in group)), "%"
+        if count:
+            values[f"{COMMON_BITS}, {name}"] = sum(one.common_bits for one in group) / count, "bit"
     return values
 
 
