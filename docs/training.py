@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments.fp8_training.convergence import PAIRED, Gap  # noqa: E402
-from experiments.fp8_training.convergence_findings import disturbed, largest_single, pairs_of, ratios_found  # noqa: E402
+from experiments.fp8_training.convergence_findings import (  # noqa: E402
+    disturbed,
+    largest_single,
+    pairs_of,
+    rare_bytes,
+    ratios_found,
+)
 from experiments.fp8_training.convergence_page import baseline_gap  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import read  # noqa: E402
@@ -27,7 +33,7 @@ nothing: a whole Llama of {whole_model} trains at {whole} of bfloat16's speed. T
 of bfloat16 by {gaps} percent (95% intervals). The largest of the recipes of 6 and 8 bits is `{worst}`: {highest}, and
 {elsewhere} on WikiText-2, which is unlike the training text. bfloat16 trained again on {other} differs by {base}, so
 smaller differences than that mean nothing. One seed each of a longer
-training, {singles}; why it is so far above bfloat16 on that text, and not on books, is not known.
+training, {singles}. {rare}
 """
 RECIPES = ("rowwise", "mxfp8", "mxfp4")
 #: Recipes of 4-bit operands, which are told from bfloat16.
@@ -58,6 +64,7 @@ def text() -> str:
         other=f"an {other.removeprefix('NVIDIA ').partition(' ')[0]}",
         base=f"{base_gap.mean:.2f} ± {base_gap.half:.2f}",
         singles=singles(),
+        rare=" ".join(rare_bytes(read(Paths.default(ROOT / "reports").rows("fp8_training")))),
         whole_model=WHOLE,
         whole=whole_speeds(),
     )

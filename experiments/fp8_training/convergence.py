@@ -42,6 +42,7 @@ from experiments.pretraining.run import (
     BITS,
     CHECKPOINT_SECONDS,
     COMMON_BITS,
+    LEFT_BITS,
     Values,
     evaluated,
     loss_curve,
@@ -176,8 +177,8 @@ def gap_rows(settings: Settings, rows: Sequence[Row]) -> list[Row]:
 
 
 def is_loss(metric: str) -> bool:
-    """Whether a metric is one that gaps are taken of; of common bytes those of whole splits."""
-    common = metric.startswith(f"{COMMON_BITS}, ") and "/" not in metric
+    """Whether a metric is one that gaps are taken of; without rare bytes those of whole splits."""
+    common = metric.startswith((f"{COMMON_BITS}, ", f"{LEFT_BITS}, ")) and "/" not in metric
     return metric == TRAINED or common or metric.startswith(f"{BITS}, ")
 
 

@@ -28,7 +28,8 @@ from experiments.fp8_training.methods import (
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
-from experiments.pretraining.run import BITS
+from experiments.pretraining.page import COMMON_TEXT
+from experiments.pretraining.run import BITS, of_common
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.phones import dots_twice
 from experiments.report.plots import curves
@@ -51,6 +52,7 @@ PAIRS = (
     f"worse; the interval is Student's of 95% over the paired seeds. **The margin, named before anything was trained: "
     f"{MARGIN}% of the loss.** A recipe is within it where its whole interval lies below, beyond it where all lies above, and "
     f"undecided else. All linear layers are converted, the output layer too.",
+    COMMON_TEXT,
 )
 EMULATED = (
     "**On a CPU recipes are emulated**: operands are those of the recipe, bit for bit, and are multiplied in "
@@ -171,7 +173,7 @@ def gap_table(gaps: Results) -> Table:
 
 def gap_drawing(where: Where, gaps: Results) -> Drawing:
     """Gaps with intervals, of whole splits."""
-    metrics = [metric for metric in totals(gaps) if "/" not in metric]
+    metrics = [one for one in totals(gaps) if "/" not in one and one not in of_common([one])]
     lines = list(dict.fromkeys((row.setting, row.method) for row in gaps.rows))
     found = {metric: [gap_of(gaps, *line, metric) for line in lines] for metric in metrics}
     figures = dots_twice(
@@ -221,6 +223,7 @@ def bits_table(results: Results) -> Table:
     metrics = sorted(
         (one for one in results.metrics if one.startswith(f"{BITS}, ")), key=lambda one: "/" in one
     )
+    metrics += of_common(results.metrics)
     known = {(row.setting, row.method, row.seed, row.metric): row.value for row in results.rows}
     order = {name: place for place, name in enumerate((*BASE_NAMES.values(), *RECIPES))}
     sizes = {setting: place for place, setting in enumerate(results.settings)}

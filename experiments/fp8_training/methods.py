@@ -214,5 +214,5 @@ FULL = Plan(
 )
 PLANS = {"quick": QUICK, "full": FULL}
 #: What shows on a CPU, in some minutes, which part of a loss rare bytes have: two seeds in float32, and one by MXFP8.
-BASES = Plan(paired="micro", budget=Budget(bytes=1_000_000), seeds=2, recipes=(), evaluated=32768)
+BASES = Plan(paired="micro", budget=Budget(bytes=800_000), seeds=2, recipes=(), evaluated=32768)
 RARE_BYTES = (BASES, replace(BASES, seeds=1, recipes=(MXFP8,)))

@@ -20,6 +20,7 @@ from experiments.fp8_training.convergence_findings import (
     speeds_found,
 )
 from experiments.fp8_training.convergence_findings import longest_training as longest_training
+from experiments.fp8_training.convergence_findings import rare_bytes as rare_bytes
 from experiments.fp8_training.convergence_page import (
     FASTEST,
     SPEED_RATIO,

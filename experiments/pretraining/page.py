@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.pretraining.run import BITS, CURVES, RUNS
+from experiments.pretraining.run import BITS, CURVES, RUNS, of_common
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
@@ -20,10 +20,16 @@ ABOUT = (
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("pretraining-full-prose", "pretraining-full", "pretraining-quick-prose", "pretraining-quick")
+#: What metrics of common bytes leave out, and why.
+COMMON_TEXT = (
+    "Bits per common byte leave out bytes that the training text has less than once in a million; their share (%) stands "
+    "beside. A model hardly learns them, so that each costs many bits, as many as the training's path happens to make of them."
+)
 TEXT = (
     "Tokens are bytes, so bits per byte need no tokenizer. Windows of evaluation lie at fixed places: every byte of a text is "
     "predicted once, with at least half a context in front of it. The total of a split is over its bytes. Books differ from "
     "each other more than close methods do.",
+    COMMON_TEXT,
     "A token is a byte. Speed counts steps alone, without compilation, checkpoints and evaluation. The share of the peak is "
     "6 N + 6 L T w operations a trained byte (N parameters of linear layers, L layers of width w, sequences of T bytes, causal "
     "attention) over NVIDIA's dense bfloat16 peak of 989 TFLOP/s.",
@@ -105,7 +111,7 @@ def label(line: Line) -> str:
 
 def bits_table(results: Results) -> Table:
     """Bits per byte of every text."""
-    known, metrics = values(results), totals(results)
+    known, metrics = values(results), [*totals(results), *of_common(results.metrics)]
     columns = ["training", *(metric.removeprefix(f"{BITS}, ") for metric in metrics)]
     rows = [
         [label(line), *(number(known.get((line, metric)), 4) for metric in metrics)]

@@ -38,6 +38,7 @@ from experiments.models.pretraining import (
     PretrainSettings,
     TextBits,
     bits_by_text,
+    bits_per_byte,
     common_bytes,
     pretrain,
 )
@@ -47,8 +48,9 @@ from experiments.runs.run import Settings
 EXPERIMENT = "pretraining"
 RUNS, CURVES = "runs", "curves"
 BITS = "bits per byte"
-#: Of a text without the bytes that the training text has less than once in a million, and the share of those.
-COMMON_BITS, RARE = "bits per common byte", "share of rare bytes"
+#: Rare bytes are those that the training text has less than once in a million. Of the others of a text, as it is; of the text
+#: from which rare bytes are deleted, so that they stand in no context either; and their share.
+COMMON_BITS, LEFT_BITS, RARE = "bits per common byte", "bits without rare bytes", "share of rare bytes"
 FLOAT32 = "float32"
 #: Points of a loss curve.
 POINTS = 20
@@ -112,11 +114,30 @@ def measure(settings: Settings, training: Training, checkpoint: Checkpoint) -> l
 
 
 def evaluated(model: nn.Module, corpus: Corpus, context: int, limit: int | None) -> Values:
-    """`quality` and `common_quality` of a model on the evaluation texts of a corpus. limit: first bytes of each; None: all."""
+    """`quality`, `common_quality` and `left_quality` of a model on the evaluation texts of a corpus.
+
+    limit: first bytes of each; None: all.
+    """
     texts = {name: text[:limit] for name, text in evaluation_texts(corpus).items()}
-    found = bits_by_text(model, texts, context, common_bytes(corpus))
+    common = common_bytes(corpus)
+    found = bits_by_text(model, texts, context, common)
     per_byte = {name: one.bits / one.bytes for name, one in found.items()}
-    return {**quality(per_byte, texts), **common_quality(found)}
+    left = left_quality(model, texts, context, common, per_byte)
+    return {**quality(per_byte, texts), **common_quality(found), **left}
+
+
+def left_quality(
+    model: nn.Module, texts: Mapping[str, bytes], context: int, common: Tensor, known: Mapping[str, float]
+) -> Values:
+    """Bits per byte of each text and split after its rare bytes were deleted; none of a text without common bytes.
+
+    known: of whole texts, which hold where nothing is deleted.
+    """
+    rare = bytes((~common).nonzero().flatten().tolist())
+    left = {name: kept for name, text in texts.items() if (kept := text.translate(None, rare))}
+    changed = {name: text for name, text in left.items() if len(text) < len(texts[name])}
+    found = {**{name: known[name] for name in left}, **bits_per_byte(model, changed, context)}
+    return {metric.replace(BITS, LEFT_BITS, 1): value for metric, value in quality(found, left).items()}
 
 
 def quality(found: Mapping[str, float], texts: Mapping[str, bytes]) -> Values:
@@ -146,6 +167,11 @@ def common_quality(found: Mapping[str, TextBits]) -> Values:
         if count:
             values[f"{COMMON_BITS}, {name}"] = sum(one.common_bits for one in group) / count, "bit"
     return values
+
+
+def of_common(metrics: Sequence[str]) -> list[str]:
+    """Those of `common_quality` and `left_quality` of whole splits."""
+    return [one for one in metrics if one.startswith((COMMON_BITS, LEFT_BITS, RARE)) and "/" not in one]
 
 
 def speed(made: Pretrained, training: Training, device: str) -> Values:

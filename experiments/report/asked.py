@@ -220,7 +220,8 @@ def training(rows: Rows) -> Asked:
             "Loss of a small Llama over bfloat16's on {text}, paired seeds ({where}): {gap:+.2f} ± {half:.2f}%, {verdict}.",
             gap=gap, half=half, text=text, where=where, verdict=verdict(gap, half),
         )  # fmt: skip
-    said += [f"Longer, {one}; why is not known." for one in pages("fp8_training").longest_training(mine)]
+    said += [f"Longer, {one}." for one in pages("fp8_training").longest_training(mine)]
+    said += pages("fp8_training").rare_bytes(mine)
     missing = (
         "speed on Blackwell, whose tensor cores multiply MXFP8, and models of more than 120M parameters."
     )

@@ -209,6 +209,34 @@ def test_losses_are_told_of_each_text_and_of_single_trainings():
     assert "differs by 10.00% on held-out books and 10.00% on wikitext2-test." in sentence
 
 
+def split(kind, method, seed, losses, device="cpu"):
+    """Rows of a training whose loss was split: bits of all bytes and of common ones."""
+    values = {"bits per byte": losses[0], "bits per common byte": losses[1], "share of rare bytes": 4.0}
+    made = [row(kind, "micro", method, f"{name}, wikitext2-test", one, seed) for name, one in values.items()]
+    return [replace(one, device=device) for one in made]
+
+
+def test_rare_bytes_are_told_with_how_far_trainings_lie_apart_without_them():
+    """Seeds of the base by the largest over the smallest loss, a recipe against the base of its own seed."""
+    losses = {("float32", 0): (4.0, 3.0), ("float32", 1): (4.4, 3.03), ("mxfp8", 0): (4.2, 3.0)}
+    rows = [one for (name, seed), both in losses.items() for one in split("paired", name, seed, both)]
+    (sentence,) = findings.rare_bytes(rows)
+    assert sentence.startswith("4.0% of the bytes of wikitext2-test")
+    assert "31% of the loss there (micro, CPU, d)" in sentence
+    assert "2 seeds of float32 lie 10.0% apart, without these bytes 1.0%; " in sentence
+    assert sentence.endswith("mxfp8 is +5.0% from float32, without these bytes +0.0%.")
+    # Single trainings on a GPU whose loss was split are told in place of those of a CPU.
+    longer = [
+        *split("long", "bfloat16", 0, (2.0, 1.0), "gpu"),
+        *split("long", "mxfp8", 0, (2.5, 1.01), "gpu"),
+    ]
+    (sentence,) = findings.rare_bytes([*rows, *longer])
+    assert "(micro, gpu, d)" in sentence
+    assert "seeds of" not in sentence
+    assert "There mxfp8 is +25.0% from bfloat16, without these bytes +1.0%." in sentence
+    assert findings.rare_bytes([one for one in rows if not one.metric.startswith("bits per common")]) == []
+
+
 def test_the_best_rate_of_each_size_is_by_held_out_text():
     bits = {"0.001": 1.9, "0.0001": 1.8, "0.0002": 1.7}
     rows = [row("sweep", "30m", f"bfloat16, rate {rate}", HELD, value) for rate, value in bits.items()]

@@ -214,6 +214,7 @@ def test_finished_trainings_are_skipped_and_a_killed_run_goes_on(settings, monke
     assert made == [("mxfp8", 1)]
     gaps = {row.metric: row.value for row in rows if table_parts(row.table)[0] == "gaps"}
     assert gaps["gap, training bits per byte at the end, seeds"] == 2
+    assert gaps["gap, bits per common byte, held out, seeds"] == 2
 
 
 def test_nothing_starts_after_the_limit(settings):
@@ -273,6 +274,17 @@ def test_one_recipe_of_the_paired_trainings(settings):
     rows = experiment.run(chosen)
     assert kinds(rows) == {"paired", "curves", "gaps"}
     assert {row.method for row in rows if table_parts(row.table)[0] == PAIRED} == {"float32", "rowwise"}
+
+
+def test_rare_bytes_are_told_by_two_seeds_and_one_of_a_recipe(settings, monkeypatch):
+    """A part that no run has unless it is named."""
+    bases = replace(PLANS["quick"], recipes=())
+    monkeypatch.setattr(experiment, "RARE_BYTES", (bases, replace(bases, seeds=1, recipes=("mxfp8",))))
+    rows = experiment.run(replace(settings, only=("rare_bytes",)))
+    made = {(row.method, row.seed) for row in rows if row.metric == "share of rare bytes, held out"}
+    assert made == {("float32", 0), ("float32", 1), ("mxfp8", 0)}
+    assert kinds(rows) == {"paired", "curves"}
+    assert "rare_bytes" not in experiment.PARTS
 
 
 @pytest.mark.parametrize(

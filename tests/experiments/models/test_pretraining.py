@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.data.corpus import SplitCorpus, SplitDocument
 from experiments.models import early_exit
 from experiments.models import pretraining as clock_module
 from experiments.models.early_exit import PLAIN, Exits, as_transformers, exit_loss, train_with_exits
@@ -24,7 +25,9 @@ from experiments.models.pretraining import (
     Clock,
     PretrainSettings,
     TimedRun,
+    bits_by_text,
     bits_per_byte,
+    common_bytes,
     mean_loss,
     pretrain,
     store,
@@ -73,6 +76,27 @@ def test_bits_are_those_of_a_count_by_hand():
     uniform = Table()
     nn.init.zeros_(uniform.logits.weight)
     assert bits_per_byte(uniform, {"a": text, "b": b"x"}, 32) == pytest.approx({"a": 8.0, "b": 8.0})
+
+
+def test_bits_of_common_bytes_are_those_of_a_count_by_hand():
+    """Of a text of two windows and more, with the bytes that are left out in each; the total is that of all bytes."""
+    torch.manual_seed(0)
+    model, text = Table(), b"a<b>" * 20
+    likelihood = torch.log_softmax(model.logits.weight.detach().double(), dim=-1)
+    pairs = list(zip(b"\0" + text, text, strict=False))
+    common = torch.tensor([chr(byte).isalpha() for byte in range(256)])
+    found = bits_by_text(model, {"a": text}, 32, common)["a"]
+    expected = -sum(float(likelihood[pair]) for pair in pairs if common[pair[1]]) / math.log(2)
+    assert (found.common_bits, found.common_bytes, found.bytes) == (pytest.approx(expected, rel=1e-6), 40, 80)
+    assert found.bits / 80 == bits_per_byte(model, {"a": text}, 32)["a"]
+    assert bits_by_text(model, {"a": b"<>"}, 32, common)["a"].common_bytes == 0
+
+
+def test_common_bytes_are_those_of_the_training_text_once_in_a_million():
+    """A byte that is there twice in two million bytes is common, one that is there once, or held out alone, is not."""
+    train = b"x" * 1_999_990 + b"aa" + b"b"
+    corpus = SplitCorpus("made", "1", (SplitDocument("heldout/c", b"c" * 9), SplitDocument("train/d", train)))
+    assert common_bytes(corpus).nonzero().flatten().tolist() == [ord("a"), ord("x")]
 
 
 def test_it_is_the_same_again_and_texts_do_not_depend_on_each_other():

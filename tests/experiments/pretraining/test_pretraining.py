@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from ao_lab.cli.app import main
 from experiments.data.corpus import SplitCorpus, SplitDocument
 from experiments.harness.rows import Journal, read
-from experiments.models.pretraining import SIZES, Budget, Size
+from experiments.models.pretraining import SIZES, Budget, ByteLevelModel, Size, TextBits, bits_per_byte
 from experiments.models.train import Checkpoint
 from experiments.pretraining import page
 from experiments.pretraining import run as experiment
@@ -52,10 +53,39 @@ def test_rows_of_a_sweep(tmp_path):
     b, c = first["bits per byte, heldout/b"], first["bits per byte, heldout/c"]
     assert first["bits per byte, heldout"] == pytest.approx((300 * b + 100 * c) / 400)
     assert first["bits per byte, wikitext2-test"] == first["bits per byte, wikitext2-test/d"]
+    assert first["share of rare bytes, heldout"] == 0
+    for metric in ("bits per common byte", "bits without rare bytes"):
+        assert first[f"{metric}, heldout"] == pytest.approx(first["bits per byte, heldout"])
     assert (first["steps"], first["trained bytes"]) == (6, 384)
     assert len(page.findings(rows)) == 1
     (section,) = page.sections(rows)
     assert {len(table.lines) for table in section.tables} == {4}
+    assert "bits per common byte, wikitext2-test" in section.tables[0].columns
+
+
+def test_common_bytes_of_a_split_are_over_its_texts():
+    """Each text by its own bytes; one without common bytes says so and has no bits of them."""
+    texts = {"a/b": TextBits(9.0, 4, 2.0, 2), "a/c": TextBits(8.0, 4, 4.0, 4), "d": TextBits(7.0, 2, 0.0, 0)}
+    found = {metric: value for metric, (value, _) in experiment.common_quality(texts).items()}
+    assert found == {
+        "share of rare bytes, a/b": 50, "share of rare bytes, a/c": 0, "share of rare bytes, a": 25,
+        "share of rare bytes, d": 100,
+        "bits per common byte, a/b": 1, "bits per common byte, a/c": 1, "bits per common byte, a": 1,
+    }  # fmt: skip
+
+
+def test_rare_bytes_are_deleted_from_texts_before_the_model_sees_them():
+    """What is left is a text of its own; one of which nothing is left has no bits, one that is whole is not run again."""
+    torch.manual_seed(0)
+    model, common = ByteLevelModel(MODEL).eval(), torch.arange(256) != ord("<")
+    texts = {"a/b": b"<one> <two" * 3, "a/c": b"three", "d": b"<<"}
+    found = experiment.left_quality(model, texts, 16, common, {"a/b": 0.0, "a/c": 2.0, "d": 9.0})
+    (expected,) = bits_per_byte(model, {"": b"one> two" * 3}, 16).values()
+    assert {metric: value for metric, (value, _) in found.items()} == {
+        "bits without rare bytes, a/b": expected,
+        "bits without rare bytes, a/c": 2.0,
+        "bits without rare bytes, a": pytest.approx((24 * expected + 5 * 2.0) / 29),
+    }
 
 
 def test_finished_trainings_are_not_repeated(tmp_path, monkeypatch):
