@@ -15,7 +15,7 @@ from experiments.fp8_training.convergence import BEYOND, GAPS, UNDECIDED, WITHIN
 from experiments.fp8_training.convergence_page import rate_of
 from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PAIRED, PLANS, SWEEP
 from experiments.harness.rows import Row
-from experiments.pretraining.run import BITS, COMMON_BITS, RARE
+from experiments.pretraining.run import BITS, COMMON_BITS, LEFT_BITS, RARE
 from experiments.report.content import QUICK, Headline, days_of
 from experiments.report.results import Results, Where, best_run, by_run, seeds_in
 
@@ -136,32 +136,31 @@ def single_found(rows: Sequence[Row]) -> list[str]:
     ]
     if not words:
         return []
-    apart = [f" {text[0].upper()}{text[1:]}." for text in bases_apart(rows)]
-    why = [f" {text}" for text in rare_bytes(rows)]
-    return [
-        f"Loss over bfloat16's of one training each, one seed: {'; '.join(words)}.{''.join(apart)}{''.join(why)}"
-    ]
+    told = "; ".join([*words, *bases_apart(rows)])
+    return [" ".join([f"Loss over bfloat16's of one training each, one seed: {told}.", *rare_bytes(rows)])]
 
 
 # Which part of a loss is of bytes that the training text hardly has, and how far trainings lie apart with and without them.
 
+#: The losses of a training that are told beside each other: of all bytes of OTHER_TEXT, of its common ones, of those where rare
+#: ones are deleted, of books.
+SPLIT = (*(f"{one}, {OTHER_TEXT}" for one in (BITS, COMMON_BITS, LEFT_BITS)), f"{BITS}, heldout")
+
 
 @dataclass(frozen=True)
 class SplitLosses:
-    """Of one setting on OTHER_TEXT: the share of rare bytes, and by method and seed the bits per byte of all bytes, and of the
-    common ones."""
+    """Of one setting: the share of rare bytes in OTHER_TEXT, and the losses SPLIT by method and seed."""
 
     rare: float
-    bits: dict[tuple[str, int], tuple[float, float]]
+    bits: dict[tuple[str, int], tuple[float, ...]]
 
     @classmethod
     def of(cls, results: Results, setting: str) -> SplitLosses:
         """Of the trainings whose loss was split."""
         found = {(row.method, row.seed, row.metric): row.value for row in results.with_setting(setting).rows}
-        metrics = [f"{one}, {OTHER_TEXT}" for one in (BITS, COMMON_BITS)]
-        keys = [key[:2] for key in found if key[2] == metrics[1]]
+        keys = [key[:2] for key in found if key[2] == SPLIT[1]]
         rare = next(value for key, value in found.items() if key[2] == f"{RARE}, {OTHER_TEXT}") / 100
-        return cls(rare, {key: (found[*key, metrics[0]], found[*key, metrics[1]]) for key in keys})
+        return cls(rare, {key: tuple(found[*key, one] for one in SPLIT) for key in keys})
 
     @property
     def base(self) -> str:
@@ -171,44 +170,53 @@ class SplitLosses:
     @property
     def share(self) -> float:
         """The share of rare bytes in the loss, mean over trainings."""
-        return fmean(1 - (1 - self.rare) * common / bits for bits, common in self.bits.values())
+        return fmean(1 - (1 - self.rare) * common / bits for bits, common, *_ in self.bits.values())
 
     def apart(self) -> Iterator[str]:
         """How far seeds of the base lie apart, then how far above it each recipe is on the same seeds."""
-        base = {seed: both for (name, seed), both in self.bits.items() if name == self.base}
+        base = {seed: losses for (name, seed), losses in self.bits.items() if name == self.base}
         if len(base) > 1:
-            wide, narrow = (100 * (max(one) / min(one) - 1) for one in zip(*base.values(), strict=True))
-            yield f"{len(base)} seeds of {self.base} lie {wide:.1f}% apart, without these bytes {narrow:.1f}%"
+            found = [100 * (max(one) / min(one) - 1) for one in zip(*base.values(), strict=True)]
+            yield f"{len(base)} seeds of {self.base} lie apart by {beside(found, '.1f')}"
         for method in dict.fromkeys(name for name, _ in self.bits if name != self.base):
-            mine = [
-                (self.bits[method, seed], both) for seed, both in base.items() if (method, seed) in self.bits
+            pairs = [
+                (self.bits[method, seed], one) for seed, one in base.items() if (method, seed) in self.bits
             ]
-            if mine:
-                wide, narrow = (fmean(100 * (one[n] / other[n] - 1) for one, other in mine) for n in (0, 1))
-                yield f"{method} is {wide:+.1f}% from {self.base}, without these bytes {narrow:+.1f}%"
+            if pairs:
+                found = [
+                    fmean(100 * (mine[n] / theirs[n] - 1) for mine, theirs in pairs)
+                    for n in range(len(SPLIT))
+                ]
+                yield f"{method} differs from {self.base} by {beside(found, '+.1f')}"
+
+
+def beside(percents: Sequence[float], shown: str) -> str:
+    """Of each of SPLIT."""
+    wide, common, left, books = (f"{one:{shown}}%" for one in percents)
+    return f"{wide} (not counting them {common}, with them deleted from the text {left}, on books {books})"
 
 
 def rare_bytes(rows: Sequence[Row]) -> list[str]:
     """What rare bytes are in the loss on OTHER_TEXT, of the largest run that split it; nothing where none did."""
-    metric = f"{COMMON_BITS}, {OTHER_TEXT}"
     runs = {
         where: found
         for kind in (PAIRED, LONG)
         for where, found in by_run(rows, kind).items()
-        if metric in found.metrics
+        if set(SPLIT) <= set(found.metrics)
     }
     run = best_run(runs)
     if run is None:
         return []
     where, results = run
-    setting = [row.setting for row in results.rows if row.metric == metric][-1]
+    setting = [row.setting for row in results.rows if row.metric == SPLIT[1]][-1]
     split = SplitLosses.of(results, setting)
     words = "; ".join(split.apart())
-    apart = f" There {words}." if words else ""
+    known = any(SPLIT[1] in one.metrics for one in by_run(rows, LONG).values())
+    later = "" if known or not pairs_of(rows) else " Losses of the longer trainings are not split yet."
     return [
-        f"{100 * split.rare:.1f}% of the bytes of {OTHER_TEXT} are hardly in the training text (less than once in a million "
-        f"bytes: angle brackets, @, =, straight quotes) and make {100 * split.share:.0f}% of the loss there ({setting}, "
-        f"{where}).{apart}"
+        f"{100 * split.rare:.1f}% of the bytes of {OTHER_TEXT} are characters that the training text hardly has (less than "
+        f"once in a million bytes: angle brackets, @, =, straight quotes). In trainings of {setting} ({where}) they are "
+        f"{100 * split.share:.0f}% of the loss there{f', and {words}' if words else ''}.{later}"
     ]
 
 

@@ -23,7 +23,8 @@ FEATURED = ("pretraining-full-prose", "pretraining-full", "pretraining-quick-pro
 #: What metrics of common bytes leave out, and why.
 COMMON_TEXT = (
     "Bits per common byte leave out bytes that the training text has less than once in a million; their share (%) stands "
-    "beside. A model hardly learns them, so that each costs many bits, as many as the training's path happens to make of them."
+    "beside. A model hardly learns them, and each costs many bits. Bits without rare bytes are of the text from which these "
+    "are deleted, so that they stand in no context either."
 )
 TEXT = (
     "Tokens are bytes, so bits per byte need no tokenizer. Windows of evaluation lie at fixed places: every byte of a text is "

@@ -1,6 +1,7 @@
 """The seam that watches a layer changes no bit; each fault is what it says, and counters show it."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -210,30 +211,38 @@ def test_losses_are_told_of_each_text_and_of_single_trainings():
 
 
 def split(kind, method, seed, losses, device="cpu"):
-    """Rows of a training whose loss was split: bits of all bytes and of common ones."""
-    values = {"bits per byte": losses[0], "bits per common byte": losses[1], "share of rare bytes": 4.0}
-    made = [row(kind, "micro", method, f"{name}, wikitext2-test", one, seed) for name, one in values.items()]
+    """Rows of a training whose loss was split: bits of `findings.SPLIT`, in order."""
+    values = dict(zip(findings.SPLIT, losses, strict=True)) | {"share of rare bytes, wikitext2-test": 4.0}
+    made = [row(kind, "micro", method, name, one, seed) for name, one in values.items()]
     return [replace(one, device=device) for one in made]
 
 
 def test_rare_bytes_are_told_with_how_far_trainings_lie_apart_without_them():
     """Seeds of the base by the largest over the smallest loss, a recipe against the base of its own seed."""
-    losses = {("float32", 0): (4.0, 3.0), ("float32", 1): (4.4, 3.03), ("mxfp8", 0): (4.2, 3.0)}
-    rows = [one for (name, seed), both in losses.items() for one in split("paired", name, seed, both)]
+    losses = {
+        ("float32", 0): (4.0, 3.0, 3.0, 2.0),
+        ("float32", 1): (4.4, 3.03, 3.0, 2.02),
+        ("mxfp8", 0): (4.2, 3.0, 3.006, 2.002),
+    }
+    rows = [one for (name, seed), found in losses.items() for one in split("paired", name, seed, found)]
     (sentence,) = findings.rare_bytes(rows)
     assert sentence.startswith("4.0% of the bytes of wikitext2-test")
-    assert "31% of the loss there (micro, CPU, d)" in sentence
-    assert "2 seeds of float32 lie 10.0% apart, without these bytes 1.0%; " in sentence
-    assert sentence.endswith("mxfp8 is +5.0% from float32, without these bytes +0.0%.")
-    # Single trainings on a GPU whose loss was split are told in place of those of a CPU.
+    assert "In trainings of micro (CPU, d) they are 31% of the loss there, and" in sentence
+    seeds, recipe = sentence.partition(", and 2 seeds of float32 lie apart by ")[2].split("; ")
+    assert re.findall(r"[\d.+-]+%", seeds) == ["10.0%", "1.0%", "0.0%", "1.0%"]
+    assert recipe.startswith("mxfp8 differs from float32 by ")
+    assert re.findall(r"[\d.+-]+%", recipe) == ["+5.0%", "+0.0%", "+0.2%", "+0.1%"]
+    # A single training on a GPU whose loss was split is told in place of those of a CPU; one whose loss was not says so.
     longer = [
-        *split("long", "bfloat16", 0, (2.0, 1.0), "gpu"),
-        *split("long", "mxfp8", 0, (2.5, 1.01), "gpu"),
+        *split("long", "bfloat16", 0, (2.0, 1.0, 1.0, 1.0), "gpu"),
+        *split("long", "mxfp8", 0, (2.5, 1.01, 1.02, 1.001), "gpu"),
     ]
     (sentence,) = findings.rare_bytes([*rows, *longer])
-    assert "(micro, gpu, d)" in sentence
-    assert "seeds of" not in sentence
-    assert "There mxfp8 is +25.0% from bfloat16, without these bytes +1.0%." in sentence
+    assert "In trainings of micro (gpu, d)" in sentence
+    assert re.findall(r"[\d.+-]+%", sentence.partition("mxfp8")[2]) == ["+25.0%", "+1.0%", "+2.0%", "+0.1%"]
+    whole = [one for one in longer if one.metric in (findings.SPLIT[0], findings.SPLIT[3])]
+    (sentence,) = findings.rare_bytes([*rows, *whole])
+    assert sentence.endswith("Losses of the longer trainings are not split yet.")
     assert findings.rare_bytes([one for one in rows if not one.metric.startswith("bits per common")]) == []
 
 
