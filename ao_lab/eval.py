@@ -29,14 +29,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ao_lab.compile.replayed_forward import ReplayedForward
 from ao_lab.install.extras import needed
 from ao_lab.intervals import half_interval, rounded
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -267,23 +265,19 @@ def measured(
     base: nn.Module | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sums:
-    """The sums of a model, and of its distance from a base, over all windows. The host waits for a GPU once, at the end.
-
-    On a GPU the model's forward is replayed (`ReplayedForward`): the bits of one window after the other, launched at once.
-    """
+    """The sums of a model, and of its distance from a base, over all windows. The host waits for a GPU once, at the end."""
     device, there = (None if one is None else next(one.parameters()).device for one in (model, base))
     ids, same = windows.ids.to(device), None if base is None else windows.ids.to(there)
     found = []
-    replayed = ReplayedForward(partial(logits_of, model))
     with torch.inference_mode():
         for index in range(len(ids)):
             progress(index, len(ids))
             row, wanted = ids[index : index + 1], ids[index, windows.first :]
-            logp = _log_softmax(replayed(row), windows.first)
+            logp = log_probabilities(model, row, windows.first)
             first = logp.argmax(1)
             numbers = [_mean(logp, wanted), (first == wanted).sum()]
             if base is not None and same is not None:
-                other = _log_softmax(logits_of(base, same[index : index + 1]), windows.first).to(device)
+                other = log_probabilities(base, same[index : index + 1], windows.first).to(device)
                 numbers += _compared(logp, first, other, wanted)
             found.append(torch.stack([one.double() for one in numbers]))
         sums = _summed(torch.stack(found).tolist(), windows.ids.shape[1] - windows.first)
@@ -321,15 +315,10 @@ def divergence(base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     return terms.mul_(base.exp()).sum(-1, dtype=torch.float64)
 
 
-def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """What a model says of token ids (batch, tokens): (batch, tokens, vocabulary)."""
+def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """Of each token from the place `first` on, in float32: (tokens - first, vocabulary)."""
     result: Any = model(ids)
     logits: torch.Tensor = getattr(result, "logits", result)
-    return logits
-
-
-def _log_softmax(logits: torch.Tensor, first: int) -> torch.Tensor:
-    """Log probabilities of the tokens from the place `first` on, in float32: (tokens - first, vocabulary); of one window."""
     return torch.log_softmax(logits[0, first - 1 : -1].float(), dim=-1)
 
 
