@@ -1,4 +1,4 @@
-"""`KVCache` for transformers' `generate(past_key_values=...)`, and `use_kv_cache_`, after which nothing has to be passed.
+"""`KVCache` for the cache of transformers' `generate()`, and `use_kv_cache_`, after which nothing has to be passed.
 
     ao_lab.use_kv_cache_(model, "fp8")
     model.generate(**inputs, max_new_tokens=64)
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ao_lab.install.extras import needed
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache import ATTENTION, KV_CACHE
 from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, register, takes_functions
 from ao_lab.kv_cache.layer import KVLayer
@@ -289,7 +290,7 @@ def prepare_cache(
     max_cache_length: int,
 ) -> None:  # fmt: skip
     """In place of transformers' method of that name: the cache of a call of `generate`."""
-    name, settings = "past_key_values", getattr(model, KV_CACHE)
+    name, settings = cache_argument(model), getattr(model, KV_CACHE)
     given = model_kwargs.get(name)
     own = given is None and generation_config.use_cache is not False
     if (
