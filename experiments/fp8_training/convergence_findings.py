@@ -116,7 +116,14 @@ def largest_single(singles: Sequence[Single]) -> str:
         f"on {name_of(text)} {', '.join(f'{method} {gaps[text]:+.1f}%' for _, _, method, gaps in mine if text in gaps)}"
         for text in texts
     ]
-    return f"one training each of {last}: {', '.join(words)}"
+    return f"one training each of {spoken(last)}: {', '.join(words)}"
+
+
+def spoken(setting: str) -> str:
+    """A setting as pages say it that do not explain settings: "120m, 210 MB" is 120M parameters trained on 210 MB of text."""
+    size, _, budget = setting.partition(", ")
+    known = size.endswith("m") and size[:-1].isdigit() and bool(budget)
+    return f"{size[:-1]}M parameters on {budget} of text" if known else setting
 
 
 def longest_training(rows: Sequence[Row]) -> list[str]:
@@ -217,7 +224,10 @@ def beside_card(rows: Sequence[Row], method: str) -> str:
     without any."""
     found = ratios_found(rows).get(method, [])
     shown = [(row, ratio) for row, ratio in found if not disturbed(row)] or found
-    words = [f"{ratio:.2f}x ({noted(row)})" for row, ratio in shown]
+    words = [
+        f"{ratio:.2f}x ({', '.join(filter(None, (spoken(row.setting), disturbed(row))))})"
+        for row, ratio in shown
+    ]
     return f"whole trainings {' and '.join(words)}" if words else ""
 
 

@@ -372,7 +372,7 @@ def test_importing_the_package_is_quick_and_the_command_answers():
     assert done.stdout.strip() == "[]"
     done = forks.python("-m", "experiments", "formt")
     assert done.returncode == 2
-    assert "the nearest are formats" in done.stderr
+    assert "the nearest is formats" in done.stderr
     assert done.stdout == ""
 
 
