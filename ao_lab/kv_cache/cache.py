@@ -20,7 +20,7 @@ import torch
 from ao_lab.install.extras import needed
 from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache import ATTENTION, KV_CACHE
-from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, register, takes_functions
+from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, takes_functions
 from ao_lab.kv_cache.layer import KVLayer
 from ao_lab.kv_cache.recipe import CALIBRATED, STATIC, KVRecipe, recipe_of
 from ao_lab.kv_cache.static_scales import CacheScales, cache_scales
@@ -57,7 +57,6 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
         cross: bool = False,
         drafts: bool = False,
     ) -> None:
-        register()
         self.recipe = recipe_for(model, recipe)
         if type(max_length) is not int or max_length < 1:
             raise ValueError(f"max_length is a number of tokens, 1 or more; got {max_length!r}")
@@ -229,7 +228,6 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     chosen = recipe_for(model, recipe)
     scales_by_layer(model, chosen, bool(model.config.is_encoder_decoder))
     settings = _settings(model, chosen, before)
-    register()
     model.set_attn_implementation(reader_of_caches(model))
     setattr(model, KV_CACHE, settings)
     setattr(model, METHOD, partial(prepare_cache, model))
