@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 
 from reference.formats.encode import decode, encode
-from reference.matmul.error_bound import rounding_error
+from reference.matmul.error_bound import gamma, rounding_error
 from reference.probe.detect import BEYOND, Finding, rounded
 from reference.probe.each_output import named_parts, sums_bound
 from reference.probe.estimates import F64
-from reference.probe.faults import F32, Case, value
-from reference.quantize.quantize import quantize
+from reference.probe.faults import F32, Case
 from reference.schemes.schemes import Scheme
 
 #: Of so many elements of a row one is there in both operands: each block has its largest, and no count is 0.
@@ -42,6 +41,8 @@ TERMS = 64
 POWERS = {"x": (-3, 4), "w": (-6, -1)}
 #: A chain of the tensor core adds multiples of one number exactly up to so many times that.
 CHAIN = 2.0**13
+#: Roundings of a term by scales, as many as any two operands have.
+OF_SCALES = 16
 #: How far, in relation to them, values may be from one proportion to the elements: roundings of scales.
 PROPORTION = 2.0**-20
 #: Steps of a format beyond its largest value that others map the largest magnitude onto: 128 beside 127 of int8.
@@ -53,10 +54,16 @@ NAME = "inputs that any scales hold exactly"
 
 def held_exactly(case: Case, dtype: str, seed: int) -> Case | None:
     """A case of the same shapes with such operands; None where a scheme has none: no code of zero."""
-    rng = np.random.default_rng([seed, 17])
-    x = _held(case.x.shape, case.scheme, dtype, rng, "x")
-    w = _held(case.w.shape, case.weight_scheme, dtype, rng, "w")
-    return None if x is None or w is None else replace(case, x=x, w=w, name=f"{NAME}, M, N, K = {case.sizes}")
+    name = f"{NAME}, M, N, K = {case.sizes}"
+    # Where rows share a scale their magnitudes may have to be the same.
+    for spread in (True, False):
+        rng = np.random.default_rng([seed, 17])
+        x = _elements(case.x.shape, case.scheme, rng, POWERS["x"], spread)
+        w = _elements(case.w.shape, case.weight_scheme, rng, POWERS["w"], spread)
+        made = replace(case, x=x, w=w, name=name)
+        if _holds(x, dtype) and _holds(w, dtype) and _in_proportion(made):
+            return made
+    return None
 
 
 def of_held(case: Case, y: F64, dtype: str, accumulation: str, *, quantized: bool) -> Finding:
@@ -126,12 +133,16 @@ def _said(y: F64, right: F64, wrong: Any) -> str:
 
 
 def _bound(case: Case, accumulation: str) -> F64:
-    """(M, N): what sums may lose; in the tensor core nothing but roundings of float32 where counts are few."""
+    """(M, N): what sums may lose; in the tensor core nothing but roundings of float32 where counts are few. No term is
+    negative, so that without zero points a sum is as large as all its terms."""
     if accumulation != "float32":
         counts = ((case.x > 0).astype(np.float64) @ (case.w > 0).T.astype(np.float64)).max()
         units = [_odd(_top(one)) for one in (case.scheme, case.weight_scheme)]
         accumulation = "float32" if counts * units[0] * units[1] < CHAIN else accumulation
-    return sums_bound(case, "float64", accumulation)
+    zeros = case.weight_scheme.zero, None if case.scheme is None else case.scheme.zero
+    if accumulation != "float32" or any(zeros):
+        return sums_bound(case, "float64", accumulation)
+    return gamma(case.x.shape[1] + OF_SCALES) * case.right
 
 
 def _top(scheme: Scheme | None) -> float:
@@ -144,33 +155,38 @@ def _odd(x: float) -> int:
     return top // (top & -top)
 
 
-def _held(
-    shape: tuple[int, ...], scheme: Scheme | None, dtype: str, rng: np.random.Generator, operand: str
-) -> F32 | None:
-    """Such an operand; None where its values are not in one proportion to the elements, or the dtype does not hold these."""
+def _elements(
+    shape: tuple[int, ...],
+    scheme: Scheme | None,
+    rng: np.random.Generator,
+    powers: tuple[int, int],
+    spread: bool,
+) -> F32:
+    """Zeros and one magnitude a row. spread: these are of different powers of two."""
     there = rng.random(shape) < min(0.5, (TERMS / shape[1]) ** 0.5)
     there[:, ::EVERY] = True
     top = _top(scheme)
-    top /= 2.0 ** np.ceil(np.log2(top))
-    powers = rng.integers(*POWERS[operand], (shape[0], 1))
-    # Where rows share a scale their magnitudes may have to be the same.
-    for power in (powers, np.full_like(powers, POWERS[operand][0])):
-        x = np.asarray(there * (top * 2.0**power), np.float32)
-        held = dtype == "float32" or (np.asarray(decode(encode(x, dtype), dtype)) == x).all()
-        if held and (scheme is None or _in_proportion(x, scheme)):
-            return x
-    return None
+    power = rng.integers(*powers, (shape[0], 1)) if spread else np.full((shape[0], 1), powers[0])
+    return np.asarray(there * (top * 2.0 ** (power - np.ceil(np.log2(top)))), np.float32)
 
 
-def _in_proportion(x: F32, scheme: Scheme) -> bool:
-    """Whether quantized values are the elements times one number."""
+def _holds(x: F32, dtype: str) -> bool:
+    """Whether a dtype holds all elements."""
+    return dtype == "float32" or bool((np.asarray(decode(encode(x, dtype), dtype)) == x).all())
+
+
+def _in_proportion(case: Case) -> bool:
+    """Whether quantized values of each operand are its elements times one number."""
     try:
-        values = value(quantize(x, scheme))
+        pairs = (case.x, case.a), (case.w, case.b)
     except ValueError:
         return False
-    some = x > 0
-    factors = values[some] / x[some]
-    return bool(np.ptp(factors) <= PROPORTION * factors.min() and not values[~some].any())
+    for x, values in pairs:
+        some = x > 0
+        factors = values[some] / x[some]
+        if np.ptp(factors) > PROPORTION * factors.min() or values[~some].any():
+            return False
+    return True
 
 
 __all__ = ["aside", "held_exactly", "of_held"]

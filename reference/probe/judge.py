@@ -21,7 +21,6 @@ from reference.probe.estimates import F64
 from reference.probe.faults import FAULTS, Case, typical_inputs, typical_weight
 from reference.probe.held_exactly import NAME as HELD
 from reference.probe.held_exactly import held_exactly, of_held
-from reference.quantize.quantize import dequantize, quantize
 from reference.schemes.schemes import Scheme
 
 #: Sizes of a case without x or w: no multiples of tiles, and tokens for kernels that take no such number; six blocks of 128
@@ -287,7 +286,7 @@ def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> 
         yield Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}")
     broken = x.copy()
     broken[len(x) // 2, x.shape[1] // 3] = np.nan
-    yield Case(*_with_zeros(scheme, weight, broken, w), scheme, weight, "NaN in a token, zeros in another")
+    yield _with_zeros(Case(broken, w, scheme, weight, "NaN in a token, zeros in another"))
 
 
 def _other_lengths(
@@ -322,21 +321,17 @@ def _shorter(
         return None
     parts = x[: len(x) - tokens, channels:], w[: len(w) - outputs, channels:]
     less, fewer = (np.ascontiguousarray(one) for one in parts)
-    return Case(less, fewer, scheme, weight, "other lengths") if _takes(scheme, weight, less, fewer) else None
+    case = Case(less, fewer, scheme, weight, "other lengths")
+    return case if _takes(case) else None
 
 
-def _with_zeros(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> tuple[Any, Any]:
+def _with_zeros(case: Case) -> Case:
     """With zeros in the first token and output, of those operands whose schemes give zeros a value."""
-    parts = []
-    for one, record in ((x, scheme), (w, weight)):
-        other = one.copy()
-        other[0] = 0
-        finite = (
-            record is None
-            or np.isfinite(np.asarray(dequantize(quantize(other, record)), np.float64)[0]).all()
-        )
-        parts.append(other if finite else one)
-    return parts[0], parts[1]
+    x, w = case.x.copy(), case.w.copy()
+    x[0] = w[0] = 0
+    zeros = replace(case, x=x, w=w)
+    of_x, of_w = (bool(np.isfinite(one[0]).all()) for one in (zeros.a, zeros.b))
+    return zeros if of_x and of_w else replace(case, x=x if of_x else case.x, w=w if of_w else case.w)
 
 
 def unquantized(case: Case, y: F64) -> list[Finding]:
@@ -363,14 +358,12 @@ def unquantized(case: Case, y: F64) -> list[Finding]:
     return found
 
 
-def _takes(scheme: Scheme | None, weight: Scheme, x: Any, w: Any) -> bool:
+def _takes(case: Case) -> bool:
+    """Whether the schemes take the lengths; what they make of the operands is kept."""
     try:
-        for one, record in ((x, scheme), (w, weight)):
-            if record is not None:
-                quantize(np.ascontiguousarray(one), record)
+        return case.wq is not None and (case.scheme is None or case.xq is not None)
     except ValueError:
         return False
-    return True
 
 
 def operands(x: Any, w: Any, dtype: str, seed: int) -> tuple[Any, Any]:
