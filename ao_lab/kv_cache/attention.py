@@ -151,8 +151,8 @@ def takes_functions(model: Any) -> bool:
     return bool(supported and (asked is None or asked()))
 
 
-# As soon as a cache can be made, so that a model's attention can be set before it too: the function, and that its masks are those
-# of "sdpa".
+# As soon as a cache can be made, so that a model's attention can be set before it too: the function, and that its masks are
+# those of "sdpa".
 needed("transformers.modeling_utils").AttentionInterface.register(NAME, attention_forward)
 _masks: Any = needed("transformers.masking_utils")
 _masks.AttentionMaskInterface.register(NAME, _masks.sdpa_mask)
