@@ -72,6 +72,11 @@ def runs_eagerly(*tensors: torch.Tensor) -> bool:
     return all(type(one) in PLAIN and not one.is_meta for one in tensors) and not wants_gradient(tensors)
 
 
+def has_tangents_alone() -> bool:
+    """Whether forward-mode derivatives are taken, no mode listens, and no transform of functorch has wrapped tensors."""
+    return forward_ad._current_level >= 0 and _transforms() is None and _modes() == 0
+
+
 def functional_transform() -> str | None:
     """The transform of torch.func (or forward-mode differentiation) that a call runs under, by name; None where there is none.
 
