@@ -53,7 +53,7 @@ def dequantized(program: Dequantized, x: torch.Tensor, bias: torch.Tensor | None
         return None
     rows = rows.view(-1, rows.shape[-1])
     y = torch.mm(rows, dense.t()) if bias is None else torch.addmm(bias.to(x.dtype), rows, dense.t())
-    return y.view(program.shape)
+    return in_shape(y, program.shape)
 
 
 class Integers:
@@ -102,7 +102,7 @@ def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> t
     added = NO_BIAS if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     y = torch.empty(sums.shape, dtype=torch.float32, device="cpu")
     program.scaled(sums.numpy(), scale.reshape(-1), zero.reshape(-1), whole, program.scale, added, y.numpy())
-    return y.to(program.dtype).view(program.shape)
+    return in_shape(y.to(program.dtype), program.shape)
 
 
 class Fused:
@@ -125,12 +125,17 @@ def fused(program: Fused, x: torch.Tensor, bias: torch.Tensor | None) -> torch.T
         return None
     rows = x if program.inputs is None else program.inputs.values(x, *program.given)
     y = None if rows is None else program.multiply(rows.detach().reshape(-1, rows.shape[-1]), bias)
-    return None if y is None else y.view(program.shape)
+    return None if y is None else in_shape(y, program.shape)
 
 
 #: Rows whose sums are scaled on one thread, at most.
 MOST_ROWS = 64
 NO_SUMS, NO_BIAS = np.zeros(1, np.int32), np.zeros(0, np.float32)
+
+
+def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """y in a shape; itself where it has that, since who adds to it in place, with a gradient, may not have a view."""
+    return y if y.shape == shape else y.view(shape)
 
 
 def addresses(parts: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:

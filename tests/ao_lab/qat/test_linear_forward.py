@@ -226,7 +226,7 @@ def test_delayed_start(learn):
 def test_frozen_weights_are_rounded_and_pass_gradients_on():
     layer = nn.Linear(64, 32).requires_grad_(False)
     model = nn.Sequential(layer)
-    config = ao_lab.Int4WeightOnlyConfig(group_size=32)
+    config = ao_lab.Int4WeightOnlyConfig(group_size=32, kernel="dequantize")
     quantize_(model, QATConfig(config, learn_scales=True))
     x = numbers(3, 64).requires_grad_()
     y = model(x)

@@ -116,3 +116,14 @@ def test_a_weight_that_changes_is_read_anew(name, rows):
     ao_lab_again = ao_lab.quantized(torch.randn(160, 128, dtype=torch.bfloat16), weight.recipe)
     made[0].weight.data = ao_lab_again
     assert torch.equal(made(x), ordinary(made, x))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4 alone", "int8 of transformers"])
+def test_results_may_be_changed_in_place_with_a_gradient(name, rows):
+    """As adapters add to a frozen layer's output: a view that was made without one is refused."""
+    made, added = layer(name, dtype=torch.float32), torch.ones(160, requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            y = made(inputs(rows, dtype=torch.float32))
+        y.add_(added).sum().backward()
