@@ -203,7 +203,7 @@ class PreparedProducts:
             return
         if rows > FIRST_ROWS and self._is_new(key):
             return
-        if (self.tuned and pinned()) or (not on_cpu(w) and is_captured()):
+        if (self.tuned and pinned()) or (on_gpu(w) and is_captured()):
             return
         self.seen.discard(key)
         if len(self.programs) >= MOST_SHAPES:
