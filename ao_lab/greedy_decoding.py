@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ao_lab.compile.fused_linears import compile_options
 from ao_lab.compile.joined_linears import join_weights_, step_options
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache.attention import inner, reader_of_caches, takes_functions
 from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
@@ -189,11 +190,12 @@ class NextToken(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.cache_argument = cache_argument(model)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
         """ids: (B, tokens), written into the cache, at positions that some models would take from a mask."""
-        places: dict[str, Any] = {}
+        places: dict[str, Any] = {self.cache_argument: cache}
         if self.takes_positions:
             places["position_ids"] = (
                 cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)[None]
@@ -201,7 +203,6 @@ class NextToken(nn.Module):
         logits: Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
             **places,

@@ -55,6 +55,10 @@ class Work:
     together: int = 1
     by_pass: bool = False
     pass_began: int = 0
+    #: Whether no later step does less than the first (the unquantized model, which is measured beside each configuration):
+    #: its time, in `shortest`, then says from the second step on what the rest takes at least.
+    first_is_least: bool = False
+    shortest: float = 0.0
 
     def step(self, word: str = "") -> None:
         """One more step is done."""
@@ -69,6 +73,7 @@ class Work:
         self.done, self.word, self.total = done, word or self.word, total or self.total
         if self.total and (self.first is None or (not self.warm and done > self.first[0])):
             self.warm = self.first is not None
+            self.shortest = 0.0 if self.first is None else (now - self.first[1]) / (done - self.first[0])
             self.first = (done, now)
         elif self.warm and passes and not self.by_pass:
             self.first, self.reached, self.by_pass = (done, now), now, True
@@ -83,8 +88,10 @@ class Work:
     def left(self, now: float) -> str:
         """About how long the rest takes, at the pace from the first count to the last; "" where there is none to judge by, and
         where the last step takes longer than that. While a step does, what is left stays as it is."""
-        if self.total is None or self.first is None or not self.first[0] < self.done < self.total:
+        if self.total is None or self.first is None or not self.first[0] <= self.done < self.total:
             return ""
+        if self.done == self.first[0]:
+            return self._at_least(now) if self.first_is_least and self.warm else ""
         pace = (self.reached - self.first[1]) / (self.done - self.first[0])
         later, waited = self.total - self.done - self.together, now - self.reached
         this = max(pace * self.together - waited, 0.0)
@@ -92,6 +99,12 @@ class Work:
         if round(left) < 1:  # "0 s" would be said of the whole command, which goes on to write
             return ""
         return f"about {left:.0f} s left" if left < IN_MINUTES else f"about {left / 60:.0f} min left"
+
+    def _at_least(self, now: float) -> str:
+        """The same while the second step runs, by the time of the first."""
+        this = max(self.shortest - (now - self.reached), 0.0)
+        left = this + self.shortest * ((self.total or 0) - self.done - 1)
+        return f"at least {left:.0f} s left" if left < IN_MINUTES else f"at least {left / 60:.0f} min left"
 
 
 class Lines:

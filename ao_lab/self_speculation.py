@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.greedy_decoding import check_tokens, ends_of, one_program
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache.attention import inner, reader_of_caches
 from ao_lab.kv_cache.cache import KVCache, check_attention
 from ao_lab.kv_cache.layer import KVLayer
@@ -232,6 +233,7 @@ class NextTokens(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.cache_argument = cache_argument(model.model)
 
     def forward(
         self, ids: Tensor, cache: Any, visible: Tensor | None = None, logits_to_keep: int = 0
@@ -239,7 +241,7 @@ class NextTokens(nn.Module):
         """Tokens (1, n), written into the cache. visible: (1, 1, n, room), bool; None: each sees those before it.
         logits_to_keep: after how many of the last tokens; 0: after all."""
         hidden = self.model.model(
-            input_ids=ids, attention_mask=visible, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=visible, **{self.cache_argument: cache}, use_cache=True
         ).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden[:, -logits_to_keep:])
         return logits

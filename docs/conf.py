@@ -69,6 +69,7 @@ html_static_path = ["static"]
 html_search_scorer = str(HERE / "static" / "scorer.js")
 html_css_files = ["site.css"]
 html_js_files = ["tables.js"]
+html_context = {"default_mode": "auto"}  # without it the theme warns of an empty one in a browser's console
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,

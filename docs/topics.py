@@ -124,8 +124,8 @@ TOPICS = {
     "plot": Topic(
         "Figures",
         "`ao_lab.plot`: formats, errors and tensors drawn by matplotlib (extra `[plot]`). Each function returns the Figure.",
-        """ao_lab.plot.values ao_lab.plot.error ao_lab.plot.tensor ao_lab.plot.schemes ao_lab.plot.scheme_errors
-        ao_lab.plot.SchemeError ao_lab.plot.tradeoff ao_lab.plot.Point ao_lab.plot.save""",
+        """ao_lab.plot.values ao_lab.plot.formats ao_lab.plot.error ao_lab.plot.tensor ao_lab.plot.schemes
+        ao_lab.plot.scheme_errors ao_lab.plot.SchemeError ao_lab.plot.tradeoff ao_lab.plot.Point ao_lab.plot.save""",
         "guides/figures.md",
     ),
     "testing": Topic(

@@ -62,6 +62,21 @@ def is_transformed() -> bool:
     return _modes() > 0 or _transforms() is not None or forward_ad._current_level >= 0
 
 
+def runs_eagerly(*tensors: torch.Tensor) -> bool:
+    """Whether nothing has to see a call on these as an operator: no tracer, mode, transform or gradient, tensors with memory.
+
+    Operators of `torch.library.custom_op` take the host longer than a launch; such a call goes past them.
+    """
+    if _is_compiling() or is_transformed():
+        return False
+    return all(type(one) in PLAIN and not one.is_meta for one in tensors) and not wants_gradient(tensors)
+
+
+def has_tangents_alone() -> bool:
+    """Whether forward-mode derivatives are taken, no mode listens, and no transform of functorch has wrapped tensors."""
+    return forward_ad._current_level >= 0 and _transforms() is None and _modes() == 0
+
+
 def functional_transform() -> str | None:
     """The transform of torch.func (or forward-mode differentiation) that a call runs under, by name; None where there is none.
 

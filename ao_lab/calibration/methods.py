@@ -12,11 +12,10 @@ import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from reference import Scheme
-from reference.arrays.namespace import choice, lookup
+from reference.arrays.namespace import choice, lookup, nearest_names, told_nearest
 
 #: In which GPTQ goes through the columns: as they are stored, by falling mean square of their inputs, or groups of a scale so
 #: and columns inside them so.
@@ -44,6 +43,13 @@ class Method:
         values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
         given = [f"{one}={_written(value)}" for one, (value, default) in values.items() if value != default]
         return " ".join([self.name, *given])
+
+    @property
+    def call(self) -> str:
+        """What makes this record in Python, by the options that are not the default's."""
+        values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        given = [f"{one}={value!r}" for one, (value, default) in values.items() if value != default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True)
@@ -367,10 +373,10 @@ def _check_option(name: str, kind: type[Method], key: str, equals: str) -> None:
     if not there:
         raise ValueError(f"method {name} takes no options, got {key}{equals}; leave it out")
     defaults = ", ".join(f"{one}={json.dumps(default)}" for one, default in there.items())
-    near = get_close_matches(key, there, n=1)
+    near = nearest_names(key, there)
     wrong = f"has no option {key}" if equals else f"is followed by option=value, got {key}"
     raise ValueError(
-        f"method {name} {wrong}; {f'the nearest is {near[0]}; ' if near else ''}it has {defaults}: "
+        f"method {name} {wrong}{told_nearest(near)}; it has {defaults}: "
         f"'{name} {near[0] if near else next(iter(there))}=...'"
     )
 

@@ -135,7 +135,9 @@ def _computed(module: nn.Module) -> str | None:
 def _stopped(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Weights to which an interrupted `quantize_` did not come."""
     report = getattr(model, ATTRIBUTE, None)
-    for layer in report.layers if isinstance(report, Report) else ():
+    # One that was refused before it changed a weight has left the model as it was: that it has no quantized weights says all.
+    begun = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    for layer in report.layers if begun and isinstance(report, Report) else ():
         if layer.reason.startswith(STOPPED) and not _is_quantized(model, layer.name):
             yield layer.name, "quantize_ was interrupted before it; call it again, or quantize a fresh model"
 

@@ -35,14 +35,13 @@ from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
 from ao_lab.quantization.api import (
     StreamedWeights,
-    keep_configuration,
     keep_report,
     quantize_,
     required_observers,
 )
 from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, QuantizationPlan, planned
-from ao_lab.quantization.report import explain
+from ao_lab.quantization.report import explain, keep_configuration
 from ao_lab.transforms.plan import Device, Filter, Progress
 from ao_lab.transforms.telling import telling
 

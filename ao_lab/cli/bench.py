@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ao_lab.cli.completion import config_names, configs_and_folders
+from ao_lab.cli.completion import config_names, configs_and_folders, models_and_folders
 from ao_lab.cli.options import MODEL_FOLDER, AsJson, OnDevice, model_folder
 from ao_lab.cli.terminal import (
     WrongInput,
@@ -32,6 +32,7 @@ def command(
             help=f"{MODEL_FOLDER} A quantized one is timed as it is.",
             parser=model_folder,
             metavar="MODEL_DIR",
+            autocompletion=models_and_folders,
         ),
     ] = None,
     shape: Annotated[

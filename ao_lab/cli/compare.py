@@ -182,6 +182,7 @@ def run(
     configs = {name: configuration(name) for name in dict.fromkeys(names or USUAL)}
     written, changes = as_written(model_dir, configs, layout)
     with track_progress("compare", plain=as_json, transient=True) as work:
+        work.first_is_least = True
         found = compare(
             model_dir,
             written,

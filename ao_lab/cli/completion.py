@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def folders(incomplete: str) -> list[str]:
     return sorted(f"{path}/" for path in map(Path, glob(f"{escape(incomplete)}*")) if path.is_dir())
 
 
+def models_and_folders(incomplete: str) -> list[str]:
+    """Names of models that registered packages know (the entry points of a group), then folders."""
+    from ao_lab.cli.plugins import MODEL_NAMES, load, registered
+
+    names = list[str]()
+    for target in registered(group=MODEL_NAMES).values():
+        with suppress(ImportError):
+            names += load(target)(incomplete)
+    return [*names, *folders(incomplete)]
+
+
 def scheme_names(incomplete: str) -> list[str]:
     """Schemes; those of other libraries once their prefix is typed."""
     from reference import SCHEMES
@@ -53,5 +65,6 @@ def format_names(incomplete: str) -> list[str]:
 
 
 __all__ = [
-    "beginning", "config_names", "configs_and_folders", "folders", "format_names", "method_names", "scheme_names",
+    "beginning", "config_names", "configs_and_folders", "folders", "format_names", "method_names",
+    "models_and_folders", "scheme_names",
 ]  # fmt: skip

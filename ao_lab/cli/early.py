@@ -5,7 +5,6 @@ The commands check the same again, and more, where they read what was given.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -124,15 +123,17 @@ def check_skip(folder: Path, names: Sequence[str]) -> None:
 
     What is not alike passes: transformers may have modules of other names than the files, and looks when it has the model.
     """
+    from reference.arrays.namespace import and_nearest
+
     asked = [name for name in names if ":" not in name and "." not in name]
     parts = set(parts_of(folder)) if asked else set()
     if not parts or "experts" in parts:
         return
     for name in asked:
         known = {*parts, "lm_head"}
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=ALIKE)
+        near = and_nearest(name.replace("-", "_"), known, cutoff=ALIKE)
         if near and name not in known:
-            raise WrongInput(f"--skip {name}: no layer or submodule has this name; the nearest is {near[0]}")
+            raise WrongInput(f"--skip {name}: no layer or submodule has this name{near}")
 
 
 def parts_of(folder: Path) -> Iterator[str]:

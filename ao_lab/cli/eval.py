@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.completion import models_and_folders
 from ao_lab.cli.options import (
     CORPUS,
     AsJson,
@@ -26,6 +27,7 @@ def command(
             help="Model folder, quantized (ao_lab, compressed-tensors, torchao, ...) or not; or a name, as in ao-lab quantize.",
             parser=model_folder,
             metavar="MODEL_DIR",
+            autocompletion=models_and_folders,
         ),
     ],
     tasks: Annotated[
@@ -56,7 +58,10 @@ def command(
     against: Annotated[
         Path | None,
         typer.Option(
-            help="Folder or name of the base model to compare with.", parser=model_folder, metavar="MODEL_DIR"
+            help="Folder or name of the base model to compare with.",
+            parser=model_folder,
+            metavar="MODEL_DIR",
+            autocompletion=models_and_folders,
         ),
     ] = None,
     device: OnDevice = None,

@@ -27,6 +27,8 @@ def run_export(
         raise WrongInput(f"{target.name} does not end in .{', .'.join(FORMATS)}; give --format {FORMATS[0]}")
     if target.exists():
         raise WrongInput(f"{target} is there already; choose another name")
+    if not target.parent.is_dir():
+        raise WrongInput(f"{target}: there is no folder {target.parent}; make it, or choose another")
     if not (source / "config.json").is_file():
         raise WrongInput(without_model(source, "ao-lab quantize"))
     if embedding is not None and form != "gguf":

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Collection
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.checkpoint.io.strict_json import shown
@@ -53,14 +52,15 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
 
 def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
     """WrongInput, with the options that there are, for one that the configuration lacks."""
+    from reference.arrays.namespace import and_nearest
+
     known = [field.name for field in fields(kind) if field.init]
     if unknown := [option for option in given if option not in known]:
         # A scheme that was named is none to be chosen.
         there = [one for one in options_of(kind) if one != "scheme" or kind.__name__ == name]
-        near = get_close_matches(unknown[0], there, n=1)
         raise WrongInput(
-            f"--config {name} has no option {', '.join(unknown)}; {f'the nearest is {near[0]}; ' if near else ''}it has "
-            f"{', '.join(there)} (ao-lab configs shows their defaults)"
+            f"--config {name} has no option {', '.join(unknown)}{and_nearest(unknown[0], there)}; it has {', '.join(there)} "
+            "(ao-lab configs shows their defaults)"
         )
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.completion import models_and_folders
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
@@ -69,7 +71,12 @@ def made(name: str) -> Path | None:
     return None
 
 
-ModelDir = Annotated[Path, typer.Argument(help=MODEL_FOLDER, parser=model_folder, metavar="MODEL_DIR")]
+ModelDir = Annotated[
+    Path,
+    typer.Argument(
+        help=MODEL_FOLDER, parser=model_folder, metavar="MODEL_DIR", autocompletion=models_and_folders
+    ),
+]
 
 Skip = Annotated[
     list[str] | None,

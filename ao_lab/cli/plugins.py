@@ -31,6 +31,8 @@ from ao_lab.install.packages import NAMES
 GROUP = "ao_lab.commands"
 #: Functions that make a folder of a model's name; None for names that they do not know.
 MODELS = "ao_lab.models"
+#: Functions that list such names for a shell, those that begin as what is typed.
+MODEL_NAMES = "ao_lab.model_names"
 #: Where the help lists commands that are not of `ao_lab` itself.
 DEVELOPERS, OTHERS = "Experiments, for developers of ao_lab", "Commands of other packages"
 

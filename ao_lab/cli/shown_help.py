@@ -44,7 +44,9 @@ def laid_out(command: Any, context: Any) -> Any:
     for option in filter(None, [*command.params, command.get_help_option(context)]):
         if option.param_type_name != "option" or option.metavar == "":
             continue
-        choices = [str(getattr(one, "value", one)) for one in option.type_descriptor.choices or ()]
+        # Typer renamed `type`; only a choice among names has choices there.
+        kind = getattr(option, "type_descriptor", None) or option.type
+        choices = [str(getattr(one, "value", one)) for one in getattr(kind, "choices", None) or ()]
         if choices and option.help is not None:
             option.help = f"{' | '.join(choices)}. {option.help}"
         option.metavar = ""

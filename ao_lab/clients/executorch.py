@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.io.files import file_to_write, staged
 from ao_lab.clients.programs import check_exported, without_cache
 from ao_lab.config.recipe import Recipe, numerics
 from ao_lab.install.extras import needed
@@ -43,15 +43,13 @@ def export_executorch(model: nn.Module, args: Sequence[Any], path: str | Path) -
     shapes and dtypes that the program takes.
 
     TypeError for anything but a module; ValueError, with the layer and what would work, for any other quantized weight, for
-    other dtypes, and for a model in training or without quantized weights.
+    other dtypes, for a model in training or without quantized weights, and for a path in no folder.
     """
     check_model(model)
+    path = file_to_write(path)
     check_exported(model, "to_edge_transform_and_lower of executorch writes")
     xnnpack = needed("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     exir = needed("executorch.exir")
-    path = Path(path)
-    refuse_folders([path])
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _as_torchao(model), without_cache(model), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, tuple(args))

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import reference
-from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.io.files import file_to_write, staged
 from ao_lab.clients.examples import example_of
 from ao_lab.clients.integers import (
     block_size,
@@ -83,14 +83,12 @@ def export_onnx(
     Integers become MatMulNBits with the same values, scales and zero points, NF4 MatMulBnb4, float8 DequantizeLinear, int8 by
     int8 MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for anything but a
     module; ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, for other
-    dtypes, and for a model in training or without quantized weights.
+    dtypes, for a model in training or without quantized weights, and for a path in no folder.
     """
     check_model(model)
+    path = file_to_write(path)
     check_exported(model, "torch.onnx.export writes")
     onnx, _ = needed("onnx"), needed("onnxscript")
-    path = Path(path)
-    refuse_folders([path])
-    path.parent.mkdir(parents=True, exist_ok=True)
     names = {"input_names": input_names, "output_names": output_names}
     options: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
     with _as_operators(model) as exported, without_cache(model), warnings.catch_warnings(), torch.no_grad():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from reference.arrays.namespace import choice
+from reference.arrays.namespace import and_nearest, choice
 from reference.schemes.schemes import Block
 
 
@@ -66,7 +66,12 @@ NAMES = ("PerTensor", "PerRow", "PerToken", "PerAxis", "PerGroup", "PerBlock")
 
 def block_of(granularity: Any) -> Block:
     """The block of a `Scale` record; ValueError for a granularity that no default scheme has."""
-    kind = choice(type(granularity).__name__, NAMES, "granularity")
+    kind = type(granularity).__name__
+    if kind not in NAMES:
+        raise ValueError(
+            f"granularity is one of {', '.join(NAMES)}, for instance PerRow(); got {granularity!r:.80}"
+            f"{and_nearest(getattr(granularity, '__name__', granularity), NAMES)}"
+        )
     if kind == "PerTensor":
         return "tensor"
     if kind == "PerGroup":

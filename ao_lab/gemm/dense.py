@@ -2,7 +2,7 @@
 asked of devices.
 
 "fused" decodes a weight's codes on the way to the products, on CPUs and on GPUs that its kernels are for. Inputs are taken as
-they are; with a preshuffled weight, or a large one on a CPU, also in a scheme. Where 16-bit floats hold it exactly
+they are; with a preshuffled weight, or on a CPU, also in a scheme. Where 16-bit floats hold it exactly
 (`fast.matmul.preshuffled.dynamic`) a kernel in front of a GPU's product quantizes them; in others they go through their
 scheme and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
 """
@@ -104,11 +104,9 @@ def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, first:
         return linear_small(rounded(x, w), w.stored, bias, first)
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
-    if _all_rows_on_cpu(w, x.dtype) or (isinstance(x.shape[0], int) and x.shape[0] == 1):
-        from fast.matmul.cpu_ops import linear as cpu_linear
+    from fast.matmul.cpu_ops import linear as cpu_linear
 
-        return cpu_linear(rounded(x, w), w.quantized, bias)
-    return dequantized(x, w, bias)
+    return cpu_linear(rounded(x, w), w.quantized, bias)
 
 
 def fused_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -141,7 +139,7 @@ def weight_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _dynamic_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not quantize a weight's inputs; None where it does, or they are not quantized."""
-    if w.recipe.activation is None or _all_rows_on_cpu(w, dtype):
+    if w.recipe.activation is None or w.device.type == "cpu":
         return None
     if w.meta.layout != PRESHUFFLED or len(w.shape) != 2:
         return "its inputs must not be quantized, but those of preshuffled matrices"
@@ -162,23 +160,19 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
         return max(few, rows_as_stored(w.stored, dtype)) if len(w.shape) == 2 else few
     if w.is_cuda:
         return rows_stored(of_stored(w.quantized, 1, dtype))
-    if _all_rows_on_cpu(w, dtype):
-        return ALL_ROWS
-    q = w.quantized
-    from fast.cpu.linear import takes
-
-    # A compiler's sizes become numbers here: which kernel there is depends on them.
-    return int(q.axis == 1 and takes(q.scheme, tuple(map(int, q.shape)), dtype))
+    return ALL_ROWS if _on_cpu(w, dtype) else 0
 
 
-def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether a CPU decodes a weight on the way to the products of any number of rows."""
+def _on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether a CPU decodes a weight on the way to the products, of any number of rows. The weight's size is not asked: shards
+    of a weight are multiplied as the whole one is."""
     if w.device.type != "cpu" or len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return False
-    from fast.cpu.linear import takes_rows
+    from fast.cpu.linear import takes
 
     q = w.quantized
-    return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
+    # A compiler's sizes become numbers here: which kernel there is depends on them.
+    return q.axis == 1 and takes(q.scheme, tuple(map(int, q.shape)), dtype)
 
 
 # Products of rows sorted by expert and experts' weights.

@@ -10,19 +10,18 @@ one gets that one or ValueError. Nothing is measured here.
   follows.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on
   Hopper GPUs with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights. On a CPU one scale is given
-  as one for each row; torch before 2.13 takes none of these there, and "auto" is ``dequantize``. Of one row on a GPU
+  as one for each row; torch before 2.13 takes none of these there. "auto" is ``fused`` on a CPU. Of one row on a GPU
   it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits than that
   row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or
-  of a few, on a CPU by `fast.cpu.linear`; within `reference.linear_error_bound` of the exact product. On a CPU several
-  rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of
-  bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize``
-  rounds; inputs in a scheme are rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of
-  up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more
-  rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a
-  scheme: where 16-bit floats hold it exactly (8 bits under a scale for each row, MX) the product is that of what is
-  stored, in others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain` names as
-  ``dequantize``.
+  of a few, on a CPU by `fast.cpu.linear`; within `reference.linear_error_bound` of the exact product. On a CPU, where
+  it has products of bfloat16, several rows of such inputs are multiplied by the weight rounded to it, as
+  ``dequantize`` rounds; inputs in a scheme are rounded as there. No size of a weight is asked, so that shards of one
+  are multiplied as it is. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of
+  16-bit inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more rows on Hopper,
+  which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a scheme: where
+  16-bit floats hold it exactly (8 bits under a scale for each row, MX) the product is that of what is stored, in
+  others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain` names as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its
   scheme and back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for
   bit.
@@ -49,7 +48,7 @@ import torch
 from ao_lab.gemm import codes, dense
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
-from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
+from ao_lab.gemm.dense import PRESHUFFLED, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
@@ -150,17 +149,11 @@ def _default(w: QuantizedWeight, dtype: torch.dtype) -> str:
 
 
 def _by_default(w: QuantizedWeight) -> Iterator[str]:
-    """The kernels that "auto" may be, the preferred first. On a CPU torch's product of 8-bit floats takes much longer than
-    one of bfloat16: `scaled_mm` comes after `fused`, and is none where torch takes one scale alone, since it multiplies element
-    by element then (times: reports/LOG.md)."""
+    """The kernels that "auto" may be, the preferred first. On a CPU `scaled_mm` is none: torch's product of 8-bit floats takes
+    much longer than one of bfloat16 (times: reports/LOG.md), and `fused` takes what it does."""
     if w.recipe.activation is None:
         return (name for name in PRODUCTS if name not in OF_CODES)
-    if not is_host(w.device):
-        return iter(PRODUCTS)
-    late = ["scaled_mm"] if cpu_scales_rows() else []
-    order = [name for name in PRODUCTS if name != "scaled_mm"]
-    after = order.index("fused") + 1
-    return iter([*order[:after], *late, *order[after:]])
+    return (name for name in PRODUCTS if name != "scaled_mm" or not is_host(w.device))
 
 
 def inference_keys(w: QuantizedWeight) -> tuple[str, str]:
@@ -241,10 +234,10 @@ LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cus
 
 
 if TYPE_CHECKING:  # compiled loops of a CPU are imported by who has them
-    from fast.cpu.products import Dequantized, Integers
+    from fast.cpu.products import Dequantized, Fused, Integers
 
     #: What is called as `prepared.launch(prepared, x, bias)`.
-    Prepared = Program | ScaledProduct | Dequantized | Integers
+    Prepared = Program | ScaledProduct | Dequantized | Fused | Integers
 else:
     Prepared = Any
 
@@ -276,20 +269,20 @@ def prepared_product(
 
 def _on_host(
     kernel: str, x: torch.Tensor, w: QuantizedWeight, shape: tuple[int, ...]
-) -> Dequantized | Integers | None:
-    """By compiled loops of the CPU, for inputs in a scheme: what a layer takes without them is products alone."""
+) -> Dequantized | Fused | Integers | None:
+    """By compiled loops of the CPU."""
     scheme = w.recipe.activation
-    if scheme is None or not sums_along_blocks(w) or not w.meta.transposed or w.meta.layout != "plain":
+    if not sums_along_blocks(w) or not w.meta.transposed or w.meta.layout != "plain":
         return None
-    from fast.cpu.products import prepared_dequantized, prepared_integers
+    from fast.cpu.products import prepared_dequantized, prepared_fused, prepared_integers
 
-    if kernel == "dequantize":
+    if kernel == "fused":
+        return prepared_fused(x, w.quantized, shape, scheme, w.input_scales)
+    if scheme is not None and kernel == "dequantize":
         return prepared_dequantized(x, w.quantized, shape, scheme, w.input_scales)
-    return (
-        prepared_integers(x, w.quantized, shape, scheme)
-        if kernel == "int8" and w.input_scales is None
-        else None
-    )
+    if scheme is not None and kernel == "int8":
+        return prepared_integers(x, w.quantized, shape, scheme, w.input_scales)
+    return None
 
 
 def _fused(

@@ -8,8 +8,10 @@ tests with the newest versions.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from typing import Any
 
 #: Of ao_lab.
 __version__ = "0.1.0"
@@ -64,6 +66,14 @@ def outside(library: str, version: str) -> str | None:
     return f"ao_lab was tested with {library} {tested}; this is {version}: if something differs, pip install {way}"
 
 
+def cache_argument(model: Any) -> str:
+    """The argument by which a transformers model's forward takes its cache, which is also the field of its result.
+
+    "cache" from transformers 5.24 on, which warns of the name before, "past_key_values".
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def check_loaded() -> None:
     """Warn, once per library and process, of those that have been imported in a version outside of the tested range."""
     for library in TESTED:
@@ -84,4 +94,4 @@ def _told_with_another(library: str) -> bool:
     return isinstance(version, str) and brings in TESTED and outside(brings, version) is not None
 
 
-__all__ = ["TESTED", "UntestedVersion", "check_loaded", "numbers", "outside"]
+__all__ = ["TESTED", "UntestedVersion", "cache_argument", "check_loaded", "numbers", "outside"]

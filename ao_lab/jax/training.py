@@ -71,8 +71,14 @@ class DotGeneral:
         preferred_element_type: Any = None,
         *,
         out_sharding: Any = None,
+        **others: Any,
     ) -> jax.Array:
-        """The product; see `dot_general`."""
+        """The product; see `dot_general`. TypeError for arguments of another function, as those of convolutions are."""
+        if others:
+            raise TypeError(
+                f"DotGeneral multiplies matrices and takes no {', '.join(others)}: convolutions are not covered; leave "
+                f"conv_general_dilated as flax has it, and give dot_general to dense layers"
+            )
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding, recipe=self.recipe,
             seed=self.seed, weight=self.weight,

@@ -126,13 +126,6 @@ def _biased(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
     return bias + mask
 
 
-def register() -> None:
-    """Tell transformers of the function, and that its masks are those of "sdpa"."""
-    utils, masks = needed("transformers.modeling_utils"), needed("transformers.masking_utils")
-    utils.AttentionInterface.register(NAME, attention_forward)
-    masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)
-
-
 def reader_of_caches(model: Any) -> str:
     """The name of the function that reads our caches: that of `use_attention_`, which hands them on, where it is set."""
     return getattr(getattr(model, ATTENTION, None), "name", NAME)
@@ -158,13 +151,19 @@ def takes_functions(model: Any) -> bool:
     return bool(supported and (asked is None or asked()))
 
 
+# As soon as a cache can be made, so that a model's attention can be set before it too: the function, and that its masks are
+# those of "sdpa".
+needed("transformers.modeling_utils").AttentionInterface.register(NAME, attention_forward)
+_masks: Any = needed("transformers.masking_utils")
+_masks.AttentionMaskInterface.register(NAME, _masks.sdpa_mask)
+
+
 __all__ = [
     "NAME",
     "attention_forward",
     "fresh_states",
     "inner",
     "reader_of_caches",
-    "register",
     "takes_functions",
     "without_padding",
 ]

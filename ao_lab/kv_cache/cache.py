@@ -1,4 +1,4 @@
-"""`KVCache` for transformers' `generate(past_key_values=...)`, and `use_kv_cache_`, after which nothing has to be passed.
+"""`KVCache` for the cache of transformers' `generate()`, and `use_kv_cache_`, after which nothing has to be passed.
 
     ao_lab.use_kv_cache_(model, "fp8")
     model.generate(**inputs, max_new_tokens=64)
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ao_lab.install.extras import needed
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache import ATTENTION, KV_CACHE
-from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, register, takes_functions
+from ao_lab.kv_cache.attention import NAME, inner, reader_of_caches, takes_functions
 from ao_lab.kv_cache.layer import KVLayer
 from ao_lab.kv_cache.recipe import CALIBRATED, STATIC, KVRecipe, recipe_of
 from ao_lab.kv_cache.static_scales import CacheScales, cache_scales
@@ -56,7 +57,6 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
         cross: bool = False,
         drafts: bool = False,
     ) -> None:
-        register()
         self.recipe = recipe_for(model, recipe)
         if type(max_length) is not int or max_length < 1:
             raise ValueError(f"max_length is a number of tokens, 1 or more; got {max_length!r}")
@@ -228,7 +228,6 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     chosen = recipe_for(model, recipe)
     scales_by_layer(model, chosen, bool(model.config.is_encoder_decoder))
     settings = _settings(model, chosen, before)
-    register()
     model.set_attn_implementation(reader_of_caches(model))
     setattr(model, KV_CACHE, settings)
     setattr(model, METHOD, partial(prepare_cache, model))
@@ -289,7 +288,7 @@ def prepare_cache(
     max_cache_length: int,
 ) -> None:  # fmt: skip
     """In place of transformers' method of that name: the cache of a call of `generate`."""
-    name, settings = "past_key_values", getattr(model, KV_CACHE)
+    name, settings = cache_argument(model), getattr(model, KV_CACHE)
     given = model_kwargs.get(name)
     own = given is None and generation_config.use_cache is not False
     if (

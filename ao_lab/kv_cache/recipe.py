@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reference import SCHEMES, Scale, Scheme
+from reference.arrays.namespace import and_nearest
 from reference.attention.window import Window
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import stored_parts
@@ -223,8 +224,10 @@ def recipe_of(recipe: Any) -> KVRecipe:
             f"a recipe is a KVRecipe or a name of one, got {type(recipe).__name__}: {recipe!r:.60}"
         )
     if recipe not in RECIPES:
+        names = (*RECIPES, CALIBRATED)
         raise ValueError(
-            f"no recipe of a KV cache is called {recipe!r}; names are {', '.join((*RECIPES, CALIBRATED))}, or give a KVRecipe"
+            f"no recipe of a KV cache is called {recipe!r}{and_nearest(recipe, names)}; names are {', '.join(names)}, or give "
+            "a KVRecipe"
         )
     return RECIPES[recipe]
 

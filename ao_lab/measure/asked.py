@@ -3,7 +3,6 @@ takes, a text without a tokenizer, tasks that are none."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -80,8 +79,10 @@ def check_tasks(tasks: Sequence[str], paired: bool) -> None:
             )
     foreign = [task for task in tasks if task not in TASKS]
     if foreign and find_spec("lm_eval") is None:
-        if near := difflib.get_close_matches(foreign[0], TASKS, n=1, cutoff=0.7):
-            raise WrongInput(f"unknown task {foreign[0]!r}; the nearest is {near[0]}")
+        from reference.arrays.namespace import and_nearest
+
+        if near := and_nearest(foreign[0], TASKS, cutoff=0.7):
+            raise WrongInput(f"unknown task {foreign[0]!r}{near}")
         raise WrongInput(
             f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed (so that names are not "
             f"checked); {pip_install('eval')}, or use {', '.join(TASKS)}, which need no extra"

@@ -12,6 +12,7 @@ from ao_lab.mods.records import MODS, Mod, Place, example_siblings, is_linear
 from ao_lab.transforms.layers import check_model, shorten
 from ao_lab.transforms.plan import REFUSED, Filter, all_or_none
 from ao_lab.transforms.report import LayerLine, ModelReport
+from reference.arrays.namespace import and_nearest
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def mods_of(mods: str | Mod | Iterable[str | Mod]) -> list[Mod]:
     given = [mods] if isinstance(mods, (str, Mod)) else list(mods)
     for one in given:
         if isinstance(one, str) and one not in MODS:
-            raise ValueError(f"unknown mod {one!r}; the mods are {', '.join(MODS)}")
+            raise ValueError(f"unknown mod {one!r}{and_nearest(one, MODS)}; the mods are {', '.join(MODS)}")
     if not given:
         raise ValueError(f"no mod is named; the mods are {', '.join(MODS)}")
     return [MODS[one] if isinstance(one, str) else one for one in given]

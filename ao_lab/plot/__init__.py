@@ -9,7 +9,7 @@ no hover: axes have names and units, curves have a marker and a line of their ow
 text stays text and says what the figure is (title and description of the SVG, for screen readers).
 """
 
-from ao_lab.plot.formats import error, values
+from ao_lab.plot.number_lines import error, formats, values
 from ao_lab.plot.style import save
 from ao_lab.plot.tensors import SchemeError, scheme_errors, schemes, tensor
 from ao_lab.plot.tradeoff import Point, tradeoff
@@ -18,6 +18,7 @@ __all__ = [
     "Point",
     "SchemeError",
     "error",
+    "formats",
     "save",
     "scheme_errors",
     "schemes",

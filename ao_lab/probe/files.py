@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ao_lab.checkpoint.io.files import file_to_write
 from ao_lab.probe.measure import host
 from ao_lab.probe.reservoir import Chosen, Reservoir
 from ao_lab.probe.sites import Site
@@ -54,8 +55,7 @@ class State:
 def write_state(path: Path, sites: Sequence[Site], state: State, inputs: str) -> None:
     """See `Probe.save`."""
     choice(inputs, INPUTS, "inputs")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder, so {path.name} cannot be written there; make it first")
+    file_to_write(path)
     tensors: dict[str, torch.Tensor] = {}
     told: dict[str, Any] = {}
     for i, site in enumerate(sites):

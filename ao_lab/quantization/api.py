@@ -34,7 +34,7 @@ from torch import nn
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
-from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
+from ao_lab.quantization.report import Report, described, explain, held, keep_configuration, warn_of_slower
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.metadata import PRESHUFFLED, read_preshuffled
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -50,7 +50,7 @@ from ao_lab.transforms.layers import (
     untying,
 )
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
-from ao_lab.transforms.report import ATTRIBUTE, remember_changes, remember_configuration
+from ao_lab.transforms.report import ATTRIBUTE
 from ao_lab.transforms.telling import telling
 
 if TYPE_CHECKING:
@@ -106,13 +106,6 @@ def configs_of(config: object) -> list[object]:
     """A configuration, or those that FqnToConfig names."""
     configs = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]
     return [one for one in configs if one is not None]
-
-
-def tells_most(config: object) -> bool:
-    """Whether a configuration is the one, of the two that two steps were given, which a model card names: the one that trains,
-    and the one that quantizes what was observed."""
-    prepares = isinstance(config, Config) and config.prepares
-    return prepares if hasattr(config, "base_config") else not prepares
 
 
 def _observes(config: object) -> bool:
@@ -204,7 +197,7 @@ def quantize_(
     check_model(model)
     with telling(progress, "quantize", long=request is not None) as told, untying(model):
         report = run(Call(model, config, filter_fn, device, forward_loop, observers, told, request))
-    keep_configuration(model, config)
+    keep_configuration(model, config, request)
     if preshuffle(model):
         report = explain(model)
         object.__setattr__(model, ATTRIBUTE, report)
@@ -370,13 +363,6 @@ def _prepare(plan: QuantizationPlan, quantizing: dict[int, Change]) -> None:
             plan.reasons.update(
                 dict.fromkeys(change.layers, "inputs are observed; step='convert' quantizes it")
             )
-
-
-def keep_configuration(model: nn.Module, config: Config | FqnToConfig) -> None:
-    """Keep with the model, for its card, what it is quantized by and what was changed in that for a layout."""
-    remember_changes(model, getattr(config, "changes", ()))
-    if tells_most(config):
-        remember_configuration(model, repr(config))
 
 
 def keep_report(model: nn.Module, plan: QuantizationPlan) -> None:

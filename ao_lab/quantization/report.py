@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ao_lab.calibration.result import CALIBRATION, LayerResult, few_judges, together
+from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.compressed_tensors import faster_kernel
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
@@ -42,12 +43,22 @@ from ao_lab.transforms.layers import (
     unsupported_reason,
 )
 from ao_lab.transforms.low_rank import RESIDUAL
-from ao_lab.transforms.report import ATTRIBUTE, SPARSITY, LayerLine, ModelReport
+from ao_lab.transforms.report import (
+    ATTRIBUTE,
+    SPARSITY,
+    LayerLine,
+    ModelReport,
+    remember_changes,
+    remember_configuration,
+)
 from ao_lab.transforms.training_records import saved_training
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
 from reference import Scheme, decode, encode
+
+if TYPE_CHECKING:
+    from ao_lab.calibration.run import Request
 
 
 def schemes_of(module: nn.Module) -> str:
@@ -475,4 +486,30 @@ def warn_of_slower(report: Report, names: Iterable[str]) -> None:
     )
 
 
-__all__ = ["Layer", "Report", "explain"]
+def keep_configuration(
+    model: nn.Module, config: Config | FqnToConfig, request: Request | None = None
+) -> None:
+    """Keep with the model, for its card, what it is quantized by and what was changed in that for a layout."""
+    remember_changes(model, getattr(config, "changes", ()))
+    if _tells_most(config):
+        remember_configuration(model, ", ".join([repr(config), *_arguments_of(request)]))
+
+
+def _arguments_of(request: Request | None) -> list[str]:
+    """The arguments of `quantize_` that are a request, as a call has them; `batches` stands for the data."""
+    if request is None:
+        return []
+    calls = ", ".join(method.call for method in request.methods)
+    told = ["calibration=batches"] if request.batches is not None else []
+    told += [f"methods=({calls}{',' * (len(request.methods) == 1)})"] if calls else []
+    return told + ([f"prefix={request.prefix!r}"] if request.prefix != "quantized" else [])
+
+
+def _tells_most(config: object) -> bool:
+    """Whether a configuration is the one, of the two that two steps were given, which a model card names: the one that trains,
+    and the one that quantizes what was observed."""
+    prepares = isinstance(config, Config) and config.prepares
+    return prepares if hasattr(config, "base_config") else not prepares
+
+
+__all__ = ["Layer", "Report", "explain", "keep_configuration"]

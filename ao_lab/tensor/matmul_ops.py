@@ -1,7 +1,7 @@
 """Operations of `QuantizedTensor` that layers are made of: products, selected in `ao_lab.gemm.select`; and F.linear of eager
 inference, outside of the dispatcher.
 
-On a GPU, and on a CPU of quantized inputs, that is prepared: what is left of the host's time of a layer. The first product of a
+On a GPU and on a CPU that is prepared: what is left of the host's time of a layer. The first product of a
 shape goes the ordinary way (`eager_linear`), of many rows the second one too. If it was launches alone, or these and torch's
 product of codes, it is kept with the weight as a program (`fast.prepared`) among what `_settled` keeps for the weight's parts
 and goes with them.
@@ -203,7 +203,7 @@ class PreparedProducts:
             return
         if rows > FIRST_ROWS and self._is_new(key):
             return
-        if (self.tuned and pinned()) or is_captured():
+        if (self.tuned and pinned()) or (on_gpu(w) and is_captured()):
             return
         self.seen.discard(key)
         if len(self.programs) >= MOST_SHAPES:
@@ -252,7 +252,7 @@ def prepared_linear(
         if y is not None:
             return y
     result: torch.Tensor | None = eager_linear(input, weight, bias)
-    if result is not None and (on_gpu(weight) or _is_quick_on_host(weight)):
+    if result is not None and (on_gpu(weight) or on_cpu(weight)):
         with torch._C.DisableTorchFunctionSubclass():
             settled = weight.__dict__["_settled"]
             if known is None or known.version != VERSION[0]:
@@ -261,9 +261,9 @@ def prepared_linear(
     return result
 
 
-def _is_quick_on_host(weight: QuantizedTensor) -> bool:
-    """Whether a CPU has programs for a weight's products: inputs are quantized, which takes longer to look up than to do."""
-    return weight.recipe.activation is not None and weight.codes.device.type == "cpu"
+def on_cpu(weight: QuantizedTensor) -> bool:
+    """Whether a weight's parts are a CPU's, where a layer's product takes longer to look up than to compute."""
+    return weight.codes.device.type == "cpu"
 
 
 def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:

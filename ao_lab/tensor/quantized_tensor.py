@@ -54,6 +54,7 @@ from ao_lab.tensor.weight_guards import Form, changes_in_place
 from fast.dispatch import is_transformed
 from fast.layers.hadamard import rotated_back
 from reference import Quantized, Scales, Scheme
+from reference.arrays.namespace import and_nearest
 from reference.schemes.schemes import scheme_of
 from reference.sparsity.compress import is_plain
 
@@ -226,7 +227,9 @@ class QuantizedTensor(torch.Tensor):
     def to_layout(self, name: str) -> QuantizedTensor:
         """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
         if name not in LAYOUTS:
-            raise ValueError(f"unknown layout {name!r}; there are {', '.join(LAYOUTS)}")
+            raise ValueError(
+                f"unknown layout {name!r}{and_nearest(name, LAYOUTS)}; there are {', '.join(LAYOUTS)}"
+            )
         if name == self.meta.layout:
             return self.remade(self.parts)
         if name == PRESHUFFLED and (reason := unsupported_reason(self)) is not None:

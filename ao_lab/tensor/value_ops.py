@@ -18,6 +18,7 @@ average is quantized again. Towards dense numbers an optimizer moves its moments
 
 from __future__ import annotations
 
+import sys
 import warnings
 from math import frexp
 from typing import Any
@@ -61,6 +62,8 @@ READS = (*ELEMENTWISE, *REDUCTIONS, *MATRICES)
 CHANGES = (aten.add_.Tensor, aten.add_.Scalar, aten.sub_.Tensor, aten.sub_.Scalar)
 AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor)
 LISTS = (aten._foreach_lerp_.Scalar, aten._foreach_lerp_.List, aten._foreach_lerp_.ScalarList)
+#: Beginnings of names of modules between a user's line and a change in place.
+MERGING = ("ao_lab.", "torch.", "peft.")
 #: The part of a change that rounding may take before a warning tells of it.
 TOLD = 0.5
 
@@ -104,6 +107,14 @@ def requantized(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return target
 
 
+def _callers_level() -> int:
+    """The stack level, of a warning in the function that asks, of the first frame above the libraries that merge adapters."""
+    level, frame = 1, sys._getframe(1)
+    while (above := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(MERGING):
+        level, frame = level + 1, above
+    return level
+
+
 def _tell(func: Any, target: QuantizedTensor, before: torch.Tensor, wanted: torch.Tensor) -> None:
     """A UserWarning where rounding has taken more than `TOLD` of a change, once for a scheme."""
     asked = (wanted - before).norm()
@@ -113,7 +124,7 @@ def _tell(func: Any, target: QuantizedTensor, before: torch.Tensor, wanted: torc
             f"rounded away. Keep an adapter next to the weight instead of merging it, or merge it into the dense model and "
             f"quantize that",
             UserWarning,
-            stacklevel=2,
+            stacklevel=_callers_level(),
         )
 
 

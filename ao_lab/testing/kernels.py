@@ -7,13 +7,14 @@ like if not.
 A kernel takes x (M, K) and w (N, K) and quantizes both itself, or takes both as `Quantized` (`operands="quantized"`), and
 returns x w.T (M, N). It runs on inputs of a layer, four times, on the same times powers of two (a scale that is missing is no
 fault where inputs are of size 1), on lengths that tiles do not divide, and with a NaN in one token and zeros in another;
-`reference.probe.detect` compares. A fault is at least five standard errors of a right kernel's error away, so that one in a
-million right kernels would be taken for one; what it does like one of the bank (`reference.probe.faults`) is named. A kernel
-that does not quantize, or that changes what it is given, is faulty too. Where its quantized values are those of the
-specification, each output is held to a bound (`reference.probe.each_output`). Two inputs show each value alone
-(`reference.probe.each_alone`), so that casts to one side are found whatever the other operand. Inputs at ties of
-rounding tell whether it rounds these alike (`report.ties`), and calls on the same inputs whether it is deterministic
-(`report.remarks`); neither is a fault.
+`reference.probe.detect` compares. On inputs that any convention of scales holds exactly (`reference.probe.held_exactly`) each
+output is known to its last rounding, so that wrong tokens, channels, tails or outputs show whatever the convention. Elsewhere a
+fault is at least five standard errors of a right kernel's error away, so that one in a million right kernels would be taken for
+one; what it does like one of the bank (`reference.probe.faults`) is named. A kernel that does not quantize, or that changes
+what it is given, is faulty too. Where its quantized values are those of the specification, each output is held to a bound
+(`reference.probe.each_output`). Two inputs show each value alone (`reference.probe.each_alone`), so that casts to one side are
+found whatever the other operand. Inputs at ties of rounding tell whether it rounds these alike (`report.ties`), and calls on
+the same inputs whether it is deterministic (`report.remarks`); neither is a fault.
 
 The bits of a kernel are not compared: `testing.assert_same_bits` does that. A kernel passes here that rounds otherwise than the
 specification and loses no more.

@@ -15,6 +15,7 @@ from torch import nn
 
 from ao_lab.training.api import convert_for_training_
 from reference import SCHEMES
+from reference.arrays.namespace import and_nearest
 from reference.training.recipe import RECIPES, Operand, Product, Recipe, power_of_two
 
 #: Suffix of a scheme for each dtype.
@@ -125,7 +126,9 @@ class Float8LinearConfig:
         known = [one.value for one in Float8LinearRecipeName]
         name = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
         if name not in known:
-            raise ValueError(f"recipe_name is one of {', '.join(known)}, got {recipe_name!r}")
+            raise ValueError(
+                f"recipe_name is one of {', '.join(known)}, got {recipe_name!r}{and_nearest(recipe_name, known)}"
+            )
         if name == "tensorwise":
             return Float8LinearConfig()
         e4m3, off = torch.float8_e4m3fn, CastConfig(ScalingType.DISABLED)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from ao_lab.transforms.layers import (
     says_its_axis,
     unsupported_reason,
 )
+from reference.arrays.namespace import nearest_names
 
 Filter = Callable[[nn.Module, str], bool]
 REFUSED = "refused by filter_fn"
@@ -177,7 +177,7 @@ class Patterns:
         unused = [name for name in self.configs if name not in self.matched and name != DEFAULT]
         if unused:
             names = [name for name, _ in model.named_modules() if name]
-            close = [one for name in unused for one in get_close_matches(name, names, n=2, cutoff=0.8)]
+            close = [one for name in unused for one in nearest_names(name, names, 2, 0.8)]
             near = list(dict.fromkeys(close))
             some = ", ".join(near or names[:8]) + (" ..." if not near and len(names) > 8 else "")
             known = "similar names are" if near else "names are"

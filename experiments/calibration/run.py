@@ -39,7 +39,7 @@ from ao_lab.quantization.groups import told_elsewhere
 from experiments.calibration import choice, shapes
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
-from experiments.calibration.unfinished import Unfinished
+from experiments.calibration.unfinished import KeptChoices, Unfinished
 from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
@@ -293,7 +293,10 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     tasks = {Place(case.setting, arm, seed): (case, arm, seed) for case, arm, seed in tasks_of_run(settings)}
     for task in tasks.values():
         tell_kept(settings, model, task)
-    return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
+    failed = tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
+    if any(case.budget is not None for case, _, _ in tasks.values()):
+        kept_choices(settings, model).measured(failed)
+    return failed
 
 
 def planned(scale: str) -> list[tuple[str, str]]:
@@ -512,21 +515,38 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
         config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
         return config, lambda module, name: id(module) in ours, {}
     if not here.choices:
-        started, scale = time.perf_counter(), here.settings.scale
-        sequences = here.draw_for_choices()
-        here.choices.update(
-            choice.chosen(here.bench.base, sequences, choice.ALONE[scale], here.watch.progress)
-        )
-        tokens = sum(one.numel() for one in sequences)
-        here.facts = {
-            "time to choose, all budgets": (time.perf_counter() - started, "s"),
-            "choice: tokens of scores and measurements": (tokens, ""),
-        }
+        choose(here)
     found = here.choices[case.budget]
     if case.rule:
         plan, trial = choice.rule_plan(found, case.rule)
         return plan, None, {f"rule: {trial}": (1.0, "")}
     return found.plan, None, {**choice.values(found), **here.facts}
+
+
+def choose(here: Run) -> None:
+    """Make the choices of all budgets, or take those that a run which was stopped has kept."""
+    kept = kept_choices(here.settings, here.bench.model)
+    choices, here.facts = kept.remembered()
+    if not choices:
+        started, scale = time.perf_counter(), here.settings.scale
+        sequences = here.draw_for_choices()
+        choices = choice.chosen(here.bench.base, sequences, choice.ALONE[scale], here.watch.progress)
+        tokens = sum(one.numel() for one in sequences)
+        here.facts = {
+            "time to choose, all budgets": (time.perf_counter() - started, "s"),
+            "choice: tokens of scores and measurements": (tokens, ""),
+        }
+        kept.remember(choices, here.facts)
+    here.choices.update(choices)
+
+
+def kept_choices(settings: Settings, model: RealModel) -> KeptChoices:
+    """Where a run keeps the choices of a model."""
+    scale = settings.scale
+    counts = choice.SEQUENCES[scale], choice.TOKENS[scale], choice.BATCH, choice.ALONE[scale]
+    return KeptChoices.of(
+        settings, model, choice.NAME, choice.OPTIONS, choice.METHODS, choice.BUDGETS, counts
+    )
 
 
 def layer_values(model: nn.Module) -> Values:

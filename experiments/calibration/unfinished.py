@@ -1,8 +1,13 @@
-"""Blocks that a method has finished on a model by `--model`, kept while a run that was stopped may go on with them.
+"""What is kept of a model while a run that was stopped may go on with it: blocks that a method has finished, and choices.
 
-They lie in the cache, as `quantize_(..., resume=)` writes them, in a folder named by a digest of what they depend on: code,
-libraries, device, the model's files, scheme, methods and sequences. A run that goes on has the same bits; what it says of
-seconds and memory would be of its last part alone, so it says neither. When a method was measured, or failed, its folder goes.
+Both lie in the cache, in a folder named by a digest of what they depend on: code, libraries, device, the model's files,
+sequences, and scheme and methods of blocks. A run that goes on has the same bits.
+
+Blocks, of a model by `--model`, are as `quantize_(..., resume=)` writes them. What a run that goes on says of seconds and
+memory would be of its last part alone, so it says neither. When a method was measured, or failed, its folder goes.
+
+The automatic choices of all budgets are made by one call before the first is measured, and kept whole, in any run, with the
+seconds of that call. When all that was asked of a model is measured, or failed, they go.
 """
 
 from __future__ import annotations
@@ -10,21 +15,24 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ao_lab.choose.result import Choice
 from ao_lab.cli.terminal import finished_blocks, say
 from ao_lab.eval import Sums
 from experiments.harness.measuring import Values, is_late
 from experiments.harness.revision import state
-from experiments.harness.rows import library_versions, write_text
+from experiments.harness.rows import Row, library_versions, write_text
 from experiments.models.causal_lm import MODEL, RealModel
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings
 
 #: What rounding does in a method's scheme.
 ROUNDED = "rounding.json"
+#: The choice under each budget, and what was measured of the call that made them.
+CHOICES = "choices.json"
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,7 @@ class Unfinished:
         are those of the method without what is kept."""
         if settings.asked is None:
             return None
-        files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in weights_of(model.folder)]
-        parts = (state(), library_versions(), settings.device_name, settings.scale, settings.seed)
-        key = repr((*parts, real_subject(settings), str(model.folder.resolve()), files, method))
-        folder = settings.cache / "calibrations" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        folder = folder_of(settings, model, method)
         return cls(folder, finished_blocks(folder))
 
     def tell(self, what: str, blocks: int | None) -> None:
@@ -76,6 +81,47 @@ class Unfinished:
                 f"{what}: no block was finished in {seconds:.0f} s, and in as many none will be; give "
                 f"--seconds {2 * seconds:.0f} or more"
             )
+
+
+@dataclass(frozen=True)
+class KeptChoices:
+    """The folder of the choices of a model."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, settings: Settings, model: RealModel, *given: object) -> KeptChoices:
+        """Of choices that are told by what `choose_` was given: options, budgets, sequences."""
+        return cls(folder_of(settings, model, given))
+
+    def remember(self, choices: Mapping[float, Choice], facts: Values) -> None:
+        """Keep the choice under each budget of bits, and what was measured of making them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        made = [[bits, one.to_json()] for bits, one in choices.items()]
+        write_text(self.folder / CHOICES, json.dumps({"choices": made, "facts": facts}))
+
+    def remembered(self) -> tuple[dict[float, Choice], Values]:
+        """What `remember` kept, to the last bit; nothing where it kept nothing."""
+        path = self.folder / CHOICES
+        if not path.exists():
+            return {}, {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        say("the automatic choices of a run that was stopped are kept; none is made again")
+        facts = {name: (value, unit) for name, (value, unit) in found["facts"].items()}
+        return {bits: Choice.from_json(text) for bits, text in found["choices"]}, facts
+
+    def measured(self, failed: Iterable[Row]) -> None:
+        """Remove the folder, where the run's seconds ended nothing that was asked of the model."""
+        if not any(is_late(row.metric) for row in failed):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def folder_of(settings: Settings, model: RealModel, told: tuple[object, ...]) -> Path:
+    """Where a run keeps what is told by these records, of the same code, libraries, device, files and sequences."""
+    files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in weights_of(model.folder)]
+    parts = (state(), library_versions(), settings.device_name, settings.scale, settings.seed)
+    key = repr((*parts, real_subject(settings), str(model.folder.resolve()), files, told))
+    return settings.cache / "calibrations" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def weights_of(folder: Path) -> Sequence[Path]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ao_lab.cli.completion import beginning, folders
+from ao_lab.cli.completion import beginning, models_and_folders
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
@@ -48,11 +48,6 @@ def model_names(incomplete: str) -> list[str]:
     from experiments.models.pretrained import MODELS
 
     return beginning(incomplete, MODELS)
-
-
-def models_and_folders(incomplete: str) -> list[str]:
-    """The same, and folders."""
-    return [*model_names(incomplete), *folders(incomplete)]
 
 
 def reproduce(

@@ -5,7 +5,6 @@ What computes is imported when it runs, so that a command that only lists someth
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,6 +96,8 @@ def run_experiments(
 
 def check_names(names: Sequence[str], only: Sequence[str], models: Sequence[str]) -> None:
     """WrongInput, without torch, for experiments, parts, schemes and models that are none."""
+    from reference.arrays.namespace import and_nearest
+
     try:
         for name in names:
             known(name, EXPERIMENTS, "experiment")
@@ -106,10 +107,9 @@ def check_names(names: Sequence[str], only: Sequence[str], models: Sequence[str]
     check_extra("experiments")
     for given in models:
         if given not in MODELS and not Path(given).is_dir():
-            near = difflib.get_close_matches(given, MODELS, n=1, cutoff=0.4)
-            hint = f"the nearest is {near[0]}; they are" if near else "those are"
+            near = and_nearest(given, MODELS, cutoff=0.4)
             raise WrongInput(
-                f"--model {given} is no folder and no name of a pretrained model; {hint} {', '.join(MODELS)}"
+                f"--model {given} is no folder and no name of a pretrained model{near}; the models are {', '.join(MODELS)}"
             )
 
 

@@ -14,7 +14,6 @@ replaces it by a function of one's own.
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import io
 import lzma
@@ -58,12 +57,13 @@ def corpora() -> dict[str, CorpusRecord]:
 
 def corpus_record(name: str) -> CorpusRecord:
     """The record of a name; ValueError with the nearest and all names for an unknown one."""
+    from reference.arrays.namespace import and_nearest
+
     known = corpora()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"the nearest is {near[0]}; " if near else ""
+        near = and_nearest(name, known, cutoff=0.4)
         raise ValueError(
-            f"unknown corpus {name!r}; {hint}the corpora are {', '.join(known)} (`ao-lab corpus` describes them)"
+            f"unknown corpus {name!r}{near}; the corpora are {', '.join(known)} (`ao-lab corpus` describes them)"
         )
     return known[name]
 

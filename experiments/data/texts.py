@@ -126,9 +126,10 @@ class OwnText:
             raise ValueError(
                 f"--text {path} holds {len(text)} characters; give a text of some thousand words"
             )
-        # Whole texts are called as `ao-lab compare` calls them.
-        name = path.name if whole else path.stem
-        return cls(re.sub(r"[^\w.+-]+", "_", name) or "text", text[:cut], text[cut:], whole, whole or alone)
+        # As `ao-lab compare` calls it, on every page.
+        return cls(
+            re.sub(r"[^\w.+-]+", "_", path.name) or "text", text[:cut], text[cut:], whole, whole or alone
+        )
 
     @property
     def evaluation(self) -> EvaluationText:

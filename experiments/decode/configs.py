@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import ao_lab
 from experiments.harness import revision
 from experiments.harness.revision import TORCHAO
+from reference.arrays.namespace import and_nearest
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 
@@ -143,7 +144,9 @@ def chosen(only: tuple[str, ...]) -> list[Config]:
     """All configurations that are always measured, or those whose setting or method is named; ValueError for other names."""
     names = {name for config in CONFIGS for name in (config.setting, config.method)}
     if unknown := sorted(set(only) - names):
-        raise ValueError(f"unknown configuration {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+        raise ValueError(
+            f"unknown configuration {', '.join(unknown)}{and_nearest(unknown[0], names)}; there are {', '.join(sorted(names))}"
+        )
     if not only:
         return [config for config in CONFIGS if config.always]
     return [config for config in CONFIGS if config.setting in only or config.method in only]

@@ -19,7 +19,6 @@ model's own forward.
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.config.base import SchemeConfig
 from ao_lab.install.extras import needed
+from ao_lab.install.versions import cache_argument
 from ao_lab.measure.memory import by_transformers, held_bytes, most_allocated, synchronize
 from ao_lab.measure.turns import recorded, timed_threads, with_threads
 from ao_lab.quantization.groups import told_elsewhere
@@ -68,9 +68,7 @@ class OwnLoop:
         self.prompt, self.new = prompt, new
         self.length = prompt.shape[1] + new
         self.cache = needed("transformers").StaticCache(config=self.model.config, max_cache_len=self.length)
-        # transformers 5.24 calls it so, and warns of the name before.
-        takes = inspect.signature(model.forward).parameters
-        self.held = {"cache" if "cache" in takes else "past_key_values": self.cache}
+        self.held = {cache_argument(model): self.cache}
         self.token = torch.zeros_like(prompt[:, :1])
         #: Whether a step is replayed from a CUDA graph.
         self.captured = False

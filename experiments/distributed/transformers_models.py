@@ -226,6 +226,7 @@ def fsdp(rank: Rank, tally: Tally, scheme: str) -> None:
 def cache(rank: Rank, tally: Tally, recipe: str) -> None:
     """Each rank stores its own key heads: what one process stores of them, and the tokens."""
     from ao_lab import use_kv_cache_
+    from ao_lab.install.versions import cache_argument
 
     kind = "LlamaForCausalLM"
     dense = written(rank, kind)
@@ -239,7 +240,8 @@ def cache(rank: Rank, tally: Tally, recipe: str) -> None:
         use_kv_cache_(model, recipe)
         made.append(model.generate(tokens(rank), return_dict_in_generate=True, **options))
     tally.bits("tokens", made[1].sequences, made[0].sequences)
-    for number, (whole, own) in enumerate(zip(*(m.past_key_values.layers for m in made), strict=True)):
+    argument = cache_argument(many)
+    for number, (whole, own) in enumerate(zip(*(getattr(m, argument).layers for m in made), strict=True)):
         for name in ("keys", "values"):
             a, b = (getattr(layer, name).store for layer in (whole, own))
             heads = a.codes.shape[1] // rank.size

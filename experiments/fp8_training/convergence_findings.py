@@ -118,7 +118,20 @@ def largest_single(singles: Sequence[Single]) -> str:
         f"on {name_of(text)} {', '.join(f'{method} {gaps[text]:+.1f}%' for _, _, method, gaps in mine if text in gaps)}"
         for text in texts
     ]
-    return f"one training each of {last}: {', '.join(words)}"
+    return f"one training each of {spoken(last)}: {', '.join(words)}"
+
+
+#: Sizes that stand in for models on a CPU.
+SMALL = ("micro", "tiny")
+
+
+def spoken(setting: str) -> str:
+    """A setting as pages say it that do not explain settings: "120m, 210 MB" is 120M parameters trained on 210 MB of text."""
+    size, _, budget = setting.partition(", ")
+    if budget and size in SMALL:
+        return f"a tiny model on {budget} of text"
+    known = size.endswith("m") and size[:-1].isdigit() and bool(budget)
+    return f"{size[:-1]}M parameters on {budget} of text" if known else setting
 
 
 def longest_training(rows: Sequence[Row]) -> list[str]:
@@ -215,8 +228,8 @@ def rare_bytes(rows: Sequence[Row]) -> list[str]:
     later = "" if known or not pairs_of(rows) else " Losses of the longer trainings are not split yet."
     return [
         f"{100 * split.rare:.1f}% of the bytes of {OTHER_TEXT} are characters that the training text hardly has (less than "
-        f"once in a million bytes: angle brackets, @, =, straight quotes). In trainings of {setting} ({where}) they are "
-        f"{100 * split.share:.0f}% of the loss there{f', and {words}' if words else ''}.{later}"
+        f"once in a million bytes: angle brackets, @, =, straight quotes). In trainings of {spoken(setting)} ({where}) they "
+        f"are {100 * split.share:.0f}% of the loss there{f', and {words}' if words else ''}.{later}"
     ]
 
 
@@ -296,7 +309,10 @@ def beside_card(rows: Sequence[Row], method: str) -> str:
     without any."""
     found = ratios_found(rows).get(method, [])
     shown = [(row, ratio) for row, ratio in found if not disturbed(row)] or found
-    words = [f"{ratio:.2f}x ({noted(row)})" for row, ratio in shown]
+    words = [
+        f"{ratio:.2f}x ({', '.join(filter(None, (spoken(row.setting), disturbed(row))))})"
+        for row, ratio in shown
+    ]
     return f"whole trainings {' and '.join(words)}" if words else ""
 
 

@@ -40,6 +40,7 @@ from experiments.generate.tables import Table as Measured
 from experiments.harness.rows import Row
 from experiments.report.content import PEER, Card, Drawing, Headline, Section, Table, headlines_of, member
 from experiments.report.phones import ratio_map_twice
+from experiments.report.ratio_maps import Ratios
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, counts, limits, missed, verdict_of
 
@@ -345,7 +346,7 @@ class Batches:
     def drawing(self) -> Drawing:
         """The same as a figure."""
         lines = {name: values for name, values in self.lines.items() if name != BASE.name}
-        figures = ratio_map_twice([*lines], [*self.columns], [*lines.values()], "speed over bfloat16")
+        figures = ratio_map_twice(Ratios([*lines], [*self.columns], [*lines.values()], "speed over bfloat16"))
         caption = (
             f"transformers' generate(), shapes of Llama-3.1-8B, {self.where.device}: speed over bfloat16 by batch; empty: not "
             "measured."
@@ -437,7 +438,7 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     order = [*BATCHES, *(one for one in settings if one not in BATCHES and ", beside" not in one)]
     shown = [one for one in order if any(beside_too(results, one, name) is not None for name in names)]
     values = [[beside_too(results, setting, name) for setting in shown] for name in names]
-    figures = ratio_map_twice(names, shown, values, "speed over bfloat16")
+    figures = ratio_map_twice(Ratios(names, shown, values, "speed over bfloat16"))
     apart = any(", beside" in one for one in settings)
     return Drawing(
         f"generate-{where.data}-{where.ending}",

@@ -9,7 +9,6 @@ go together (`experiments.runs.run`).
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable, Sequence
@@ -91,11 +90,12 @@ SEVERAL = ("fp8_training", "sparsity", "loka", "optimizers")
 
 def chosen(tables: Sequence[str] | None) -> list[str]:
     """The experiments to run, in their order; ValueError with the nearest and all names for an unknown one."""
+    from reference.arrays.namespace import and_nearest
+
     for name in tables or ():
         if name not in EXPERIMENTS:
-            near = difflib.get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4)
-            hint = f"the nearest are {', '.join(near)}; " if near else ""
-            raise ValueError(f"unknown table {name!r}; {hint}the tables are {', '.join(EXPERIMENTS)}")
+            near = and_nearest(name, EXPERIMENTS, 3, 0.4)
+            raise ValueError(f"unknown table {name!r}{near}; the tables are {', '.join(EXPERIMENTS)}")
     return [
         name
         for name, experiment in EXPERIMENTS.items()
@@ -120,13 +120,14 @@ def check_known(
     experiment: str, parts: Iterable[str], names: Iterable[str], schemes: Iterable[str] = ()
 ) -> None:
     """ValueError, with the nearest, for a name that is no part of an experiment. schemes: names that are near too."""
+    from reference.arrays.namespace import nearest_names, told_nearest
+
     parts, schemes = list(parts), list(schemes)
     listed = ("; " if any("," in part for part in parts) else ", ").join(parts)
     for name in names:
         if name not in parts:
             # What begins with the word is meant before what is alike.
             begun = sorted((one for one in [*parts, *schemes] if one.startswith(name)), key=len)[:3]
-            near = begun or difflib.get_close_matches(name, [*parts, *schemes], n=1, cutoff=0.6)
-            hint = f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; " if near else ""
+            near = told_nearest(begun or nearest_names(name, [*parts, *schemes]))
             more = "; schemes too (ao-lab schemes lists them)" if schemes else ""
-            raise ValueError(f"unknown part {name!r} of {experiment}; {hint}the parts are {listed}{more}")
+            raise ValueError(f"unknown part {name!r} of {experiment}{near}; the parts are {listed}{more}")

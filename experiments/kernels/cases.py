@@ -12,7 +12,6 @@ Cases of 2:4 are masks, compressed storage and back, codes, and both orientation
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -47,6 +46,7 @@ from experiments.kernels.operations import (
     whole,
 )
 from reference import SCHEMES, Compressed, Scheme
+from reference.arrays.namespace import and_nearest
 from reference.schemes.conventions import conventions, torchao_conventions
 from reference.schemes.schemes import scheme_of
 
@@ -450,9 +450,8 @@ def chosen(names: Sequence[str] | None) -> list[Case]:
     for name in names or ():
         if not any(matches(case, name) for case in CASES.values()):
             words = sorted({part for case in CASES for part in case.split(".")} | set(CASES))
-            near = difflib.get_close_matches(name, words, n=3, cutoff=0.4)
-            hint = f"the nearest are {', '.join(near)}" if near else "none is near"
-            raise ValueError(f"no kernel is called {name!r}; {hint}; --list shows all")
+            near = and_nearest(name, words, 3, 0.4) or "; none is near"
+            raise ValueError(f"no kernel is called {name!r}{near}; --list shows all")
     return [case for case in CASES.values() if not names or any(matches(case, name) for name in names)]
 
 

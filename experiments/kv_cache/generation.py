@@ -28,6 +28,7 @@ from torch import Tensor
 from ao_lab.compile.generation import prepare_for_generate_
 from ao_lab.compile.joined_linears import join_weights_
 from ao_lab.greedy_decoding import GreedyDecoding
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
 from ao_lab.measure.memory import by_transformers
@@ -245,7 +246,7 @@ def answered(case: Case, device: str, names: Sequence[str], deadline: Deadline) 
             for layer in cache.layers:
                 layer.cumulative_length.fill_(case.context)
             # One cache is given, none is to be made.
-            return {"past_key_values": cache, "cache_implementation": None}
+            return {cache_argument(own): cache, "cache_implementation": None}
 
         return Arm(own, options)
 
@@ -353,10 +354,11 @@ class Steps:
 def plain_step(model: Any, cache: Any, case: Case) -> Callable[[], Tensor]:
     """A call of the model, layer by layer."""
     token = torch.full((case.batch, 1), 3, device=model.device)
+    held = {cache_argument(model): cache}
 
     def step() -> Tensor:
         with torch.no_grad():
-            out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(token, **held, use_cache=True, logits_to_keep=1)
             token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
         return token
 

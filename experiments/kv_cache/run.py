@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import reference
 from ao_lab.eval import measured
+from ao_lab.install.versions import cache_argument
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
 from ao_lab.measure.turns import watch_of
@@ -222,9 +223,9 @@ class FromCache(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (batch, time, vocabulary)."""
-        cache = KVCache(self.model, self.recipe, ids.shape[1])
-        first = self.model(ids[:, :1], past_key_values=cache).logits
-        rest = self.model(ids[:, 1:], past_key_values=cache).logits
+        held = {cache_argument(self.model): KVCache(self.model, self.recipe, ids.shape[1])}
+        first = self.model(ids[:, :1], **held).logits
+        rest = self.model(ids[:, 1:], **held).logits
         return torch.cat([first, rest], 1)
 
 

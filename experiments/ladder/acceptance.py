@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ao_lab
+from ao_lab.install.versions import cache_argument
 from experiments.data.corpus import evaluation_texts
 from experiments.harness.measuring import Values
 from experiments.models.early_exit import PLAIN, Exits, as_transformers, train_with_exits
@@ -108,8 +109,8 @@ def accepted(model: Any, plan: Plan, exit_layer: int, asked: list[Tensor]) -> Va
 def greedy(model: Any, ids: Tensor, new: int) -> Tensor:
     """Token by token through the same kind of cache."""
     cache = ao_lab.KVCache(model, "bfloat16", ids.shape[1] + new)
-    tokens, last = [ids], ids
+    tokens, last, held = [ids], ids, {cache_argument(model): cache}
     for _ in range(new):
-        last = model(last, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        last = model(last, **held, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         tokens.append(last)
     return torch.cat(tokens, 1)

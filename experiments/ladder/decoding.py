@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
+from ao_lab.install.versions import cache_argument
 from ao_lab.measure.turns import recorded
 from experiments.harness.measuring import Wrong
 from experiments.ladder.rungs import Levers
@@ -32,6 +33,7 @@ class Step(nn.Module):
     def __init__(self, model: Any, image: bool) -> None:
         super().__init__()
         self.model, self.image = model, image
+        self.cache_argument = cache_argument(model.model)
         if image:
             allowed = torch.zeros(model.config.vocab_size, dtype=torch.bool)
             allowed[list(model.model.vocabulary_mapping.image_tokens)] = True
@@ -40,7 +42,8 @@ class Step(nn.Module):
 
     def forward(self, ids: Tensor, cache: Any) -> Tensor:
         """Tokens (sequences, 1), written into the cache."""
-        hidden = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        held = {self.cache_argument: cache}
+        hidden = self.model.model(input_ids=ids, **held, use_cache=True).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden[:, -1]).float()
         if not self.image:
             return logits

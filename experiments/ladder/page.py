@@ -13,6 +13,7 @@ from experiments.ladder.summary import COUNT, MEAN, PUBLISHED, TIME, last_rung, 
 from experiments.ladder.trace import OPERATORS
 from experiments.report.content import Drawing, Headline, Section, Table, readable
 from experiments.report.phones import ratio_map_twice
+from experiments.report.ratio_maps import Ratios
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import RunTargets, Target, limit_of
 
@@ -283,7 +284,8 @@ def picture(where: Where, tables_of: dict[str, Results], setting: str) -> list[D
     ]
     values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
     lines = [rung_name(one, own_weights(names, line)) for one, line in zip(rungs, values, strict=True)]
-    figures = ratio_map_twice(lines, list(map(titled, names)), values, "speed over the first rung", end=16.0)
+    ratios = Ratios(lines, list(map(titled, names)), values, "speed over the first rung", end=16.0)
+    figures = ratio_map_twice(ratios)
     for figure, rotation in zip(figures, (30, 90), strict=True):
         figure.axes[0].tick_params(axis="x", rotation=rotation)
     ends = all(ends_alone(BY_NAME[name], tables_of[name]) for name in names)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
+from ao_lab.install.versions import cache_argument
 from ao_lab.measure.memory import synchronize
 from experiments.harness.measuring import Values
 from experiments.ladder.decoding import WARMUP, attention_of, captured, compiled, require_levers
@@ -50,11 +51,12 @@ class Decode(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.decoder, self.head = model.text_decoder, model.lm_head
+        self.cache_argument = cache_argument(model.text_decoder)
 
     def forward(self, ids: Tensor, states: Tensor, cache: Any) -> Tensor:
         """Log probabilities (sequences, vocabulary), float32."""
         hidden = self.decoder(
-            input_ids=ids, encoder_hidden_states=states, past_key_values=cache, use_cache=True
+            input_ids=ids, encoder_hidden_states=states, **{self.cache_argument: cache}, use_cache=True
         ).last_hidden_state
         return self.head(hidden[:, -1]).float().log_softmax(-1)
 

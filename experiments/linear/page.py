@@ -35,7 +35,7 @@ from experiments.report.content import (
     readable,
 )
 from experiments.report.launched import FORMER
-from experiments.report.ratio_maps import narrow_ratio_map, ratio_map
+from experiments.report.ratio_maps import Ratios, narrow_ratio_map, ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
 from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed, verdict_of
 
@@ -373,7 +373,7 @@ def speed_map(part: str, where: Where, results: Results, methods: list[str], row
     """Speed over bfloat16, methods by rows; its own is 1. results: without lines of other kernels than today's."""
     methods = [name for name in methods if name != BASE.name]
     values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
-    grid = methods, [str(count) for count in rows], values, "speed over bfloat16", "tokens"
+    grid = Ratios(methods, [str(count) for count in rows], values, "speed over bfloat16", "tokens")
     caption = (
         f"{TITLES[part]}, {readable(where.data)}, {where.device}: speed over bfloat16 by number of tokens; empty: not measured "
         "with the kernel that is chosen today."
@@ -381,7 +381,7 @@ def speed_map(part: str, where: Where, results: Results, methods: list[str], row
     if all(value is not None for line in values for value in line):
         caption = f"{caption.partition(';')[0]}."
     name = f"linear-{part}-{where.data}-{where.ending}"
-    return Drawing(name, caption, ratio_map(*grid), narrow_ratio_map(*grid))
+    return Drawing(name, caption, ratio_map(grid), narrow_ratio_map(grid))
 
 
 def rows_table(results: Results, rows: int) -> Table:

@@ -20,7 +20,6 @@ for causal language models, and refused later where they are none.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import hashlib
 import importlib.metadata
@@ -208,11 +207,12 @@ DEFAULT = "smollm2-135m"
 
 def model_record(name: str) -> Pretrained:
     """The record of a name; ValueError with the nearest and all names for an unknown one."""
+    from reference.arrays.namespace import and_nearest
+
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
-        hint = f"the nearest is {near[0]}; " if near else ""
+        near = and_nearest(name, MODELS, cutoff=0.4)
         raise ValueError(
-            f"unknown model {name!r}; {hint}the models are {', '.join(MODELS)} (`ao-lab pretrained` describes them)"
+            f"unknown model {name!r}{near}; the models are {', '.join(MODELS)} (`ao-lab pretrained` describes them)"
         )
     return MODELS[name]
 
@@ -263,11 +263,11 @@ def made(name: str, cache: Path | None = None) -> Path | None:
 
     ValueError where it has not been made, with the command that makes it, and for a name that is almost one.
     """
+    from reference.arrays.namespace import and_nearest
+
     if name not in MODELS:
-        if near := difflib.get_close_matches(name, MODELS, n=1, cutoff=0.8):
-            raise ValueError(
-                f"there is no folder {name}, and no pretrained model of this name; the nearest is {near[0]}"
-            )
+        if near := and_nearest(name, MODELS, cutoff=0.8):
+            raise ValueError(f"there is no folder {name}, and no pretrained model of this name{near}")
         return None
     folder = (cache if cache is not None else default_cache()) / "pretrained" / MODELS[name].key
     if not is_whole(folder):

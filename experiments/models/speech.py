@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ao_lab.eval import divergence
 from ao_lab.install.extras import needed
+from ao_lab.install.versions import cache_argument
 from experiments.data.texts import ratio_and_error
 from experiments.data.utterances import RATE, Utterance
 from experiments.harness.measuring import Values
@@ -125,16 +126,16 @@ def heard(model: nn.Module, recordings: Sequence[Recording], reader: Reader) -> 
 
 def transcript(model: Any, encoded: Any) -> list[int]:
     """Tokens of the greedy transcript, without the closing one."""
-    device = encoded.last_hidden_state.device
+    device, name = encoded.last_hidden_state.device, cache_argument(model)
     ids, past, found = torch.tensor([PROMPT], device=device), None, list[int]()
     while len(found) < TOKENS:
-        result = model(encoder_outputs=encoded, decoder_input_ids=ids, past_key_values=past, use_cache=True)
+        result = model(encoder_outputs=encoded, decoder_input_ids=ids, **{name: past}, use_cache=True)
         # Text, and the token that closes it; the others are languages, tasks and times.
         token = int(result.logits[0, -1, : END + 1].argmax())
         if token == END:
             break
         found.append(token)
-        ids, past = torch.tensor([[token]], device=device), result.past_key_values
+        ids, past = torch.tensor([[token]], device=device), getattr(result, name)
     return found
 
 

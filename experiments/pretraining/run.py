@@ -19,7 +19,6 @@ and neither is what a recipe of low precision adds (casts) or runs again.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,7 @@ from experiments.models.pretraining import (
 )
 from experiments.models.train import Checkpoint
 from experiments.runs.run import Settings
+from reference.arrays.namespace import and_nearest
 
 EXPERIMENT = "pretraining"
 RUNS, CURVES = "runs", "curves"
@@ -227,9 +227,8 @@ def training(
 ) -> Training:
     """A training of a size, with the size's rate and batch where none are given; ValueError for an unknown size."""
     if size not in SIZES:
-        near = difflib.get_close_matches(size, SIZES, n=1, cutoff=0.4)
-        hint = f"the nearest is {near[0]}; " if near else ""
-        raise ValueError(f"unknown size {size!r}; {hint}the sizes are {', '.join(SIZES)}")
+        near = and_nearest(size, SIZES, cutoff=0.4)
+        raise ValueError(f"unknown size {size!r}{near}; the sizes are {', '.join(SIZES)}")
     known = SIZES[size]
     settings = PretrainSettings(
         model=known.model, budget=budget, batch=batch or known.batch, rate=rate or known.rate, seed=seed

@@ -310,4 +310,6 @@ def counts(found: Sequence[Compared]) -> list[list[str]]:
 
 def counted_table(found: Sequence[Compared]) -> Table:
     """`counts` as a table."""
-    return Table(caption(found), ("experiment", "comparisons", "behind", "level", "ahead"), counts(found))
+    return Table(
+        caption(found), ("experiment", "comparisons", "behind", "equal within noise", "ahead"), counts(found)
+    )

@@ -473,7 +473,7 @@ def kernels_of(rows: Iterable[Row]) -> str:
     counts = Counter(states.values())
     other, unnamed = counts["other"], counts[UNNAMED]
     words = [f"{other} of {len(states)} lines with another kernel than is chosen today"] * bool(other)
-    words += [f"{unnamed} of {len(states)} lines without the name of a kernel: today's may differ"] * bool(
+    words += [f"{unnamed} of {len(states)} lines do not say by which kernel; today's may be another"] * bool(
         unnamed
     )
     return ", ".join(words) if words else "by the kernels that are chosen today" * bool(states)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.report.plots import NARROW, dots
-from experiments.report.ratio_maps import END, long_names, narrow_ratio_map, ratio_map
+from experiments.report.ratio_maps import Ratios, long_names, narrow_ratio_map, ratio_map
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,16 +32,9 @@ def dots_twice(
     return wide, dots(broken, series, textwrap.fill(xlabel, BELOW), **(options | narrow))
 
 
-def ratio_map_twice(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    label: str,
-    xlabel: str = "",
-    end: float = END,
-) -> tuple[Figure, Figure]:
-    """`ratio_maps.ratio_map` of the values, and the same for a phone, its names broken into lines."""
-    wide = ratio_map(rows, columns, values, label, xlabel, end)
-    names = [textwrap.fill(name, BESIDE) for name in rows]
-    heads = [name.replace(", ", ",\n") for name in columns]
-    return wide, narrow_ratio_map(names, columns if long_names(heads) else heads, values, label, xlabel, end)
+def ratio_map_twice(ratios: Ratios) -> tuple[Figure, Figure]:
+    """`ratio_maps.ratio_map`, and the same for a phone, its names broken into lines."""
+    names = [textwrap.fill(name, BESIDE) for name in ratios.rows]
+    heads = [name.replace(", ", ",\n") for name in ratios.columns]
+    broken = replace(ratios, rows=names, columns=ratios.columns if long_names(heads) else heads)
+    return ratio_map(ratios), narrow_ratio_map(broken)

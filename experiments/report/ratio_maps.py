@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.report.plots import SMALLEST, measured_lines, subplots
@@ -19,51 +20,55 @@ END = 4.0
 DARK = 0.55
 
 
-def ratio_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    label: str,
-    xlabel: str = "",
-    end: float = END,
-) -> Figure:
+@dataclass(frozen=True)
+class Ratios:
+    """What a map shows: a ratio, or None, of each row in each column. label: what the ratios are; xlabel: what the columns are
+    of; end: the ratio at the end of the colours."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    label: str
+    xlabel: str = ""
+    end: float = END
+
+    def measured(self) -> Ratios:
+        """Without lines that have no value."""
+        rows, values = measured_lines(self.rows, self.values)
+        return replace(self, rows=rows, values=values)
+
+    def part(self, start: int, last: int) -> Ratios:
+        """Those columns, empty ones behind the last."""
+        missing = last - len(self.columns)
+        values = [[*line[start:last], *[None] * missing] for line in self.values]
+        return replace(self, columns=[*self.columns[start:last], *[""] * missing], values=values)
+
+
+def ratio_map(ratios: Ratios) -> Figure:
     """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white,
-    lines without any value are left out. xlabel: what the columns are of. end: the ratio at the end of the colours."""
-    rows, values = measured_lines(rows, values)
-    height = max(2.4, 1.2 + 0.24 * len(rows)) + LETTER * long_names(columns)
-    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), height))
-    image = draw_ratios(axis, rows, columns, values, end)
-    axis.set_xlabel(xlabel)
-    bar = figure.colorbar(image, ax=axis, pad=0.02)
+    lines without any value are left out."""
+    shown, end = ratios.measured(), ratios.end
+    height = max(2.4, 1.2 + 0.24 * len(shown.rows)) + LETTER * long_names(shown.columns)
+    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(shown.columns), height))
+    bar = figure.colorbar(draw_ratios(axis, shown), ax=axis, pad=0.02)
     ticks = (1 / end, 1 / math.sqrt(end), 1.0, math.sqrt(end), end)
     bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
-    bar.set_label(label)
+    bar.set_label(shown.label)
     return figure
 
 
-def narrow_ratio_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    label: str,
-    xlabel: str,
-    end: float = END,
-) -> Figure:
+def narrow_ratio_map(ratios: Ratios) -> Figure:
     """The same for a phone: grids of so many columns below each other, without the scale of colours, which the values tell."""
-    rows, values = measured_lines(rows, values)
+    shown, columns = ratios.measured(), ratios.columns
     grids = math.ceil(len(columns) / NARROW_COLUMNS)
     width = math.ceil(len(columns) / max(1, grids))
     starts = range(0, len(columns), width)
-    tall = 0.05 + 0.15 * max((name.count("\n") + 1 for name in rows), default=1)
-    size = (3.6, len(starts) * (0.75 + tall * len(rows) + LETTER * long_names(columns)))
+    tall = 0.05 + 0.15 * max((name.count("\n") + 1 for name in shown.rows), default=1)
+    size = (3.6, len(starts) * (0.75 + tall * len(shown.rows) + LETTER * long_names(columns)))
     figure, axes = subplots(len(starts), 1, size)
     for axis, start in zip(axes, starts, strict=True):
-        last = start + width
-        shown = [[*line[start:last], *[None] * (last - len(columns))] for line in values]
-        names = [*columns[start:last], *[""] * (last - len(columns))]
-        draw_ratios(axis, rows, names, shown, end)
-        axis.set_xlabel(xlabel)
-    axes[0].set_title(label, loc="left")
+        draw_ratios(axis, shown.part(start, start + width))
+    axes[0].set_title(shown.label, loc="left")
     figure.tight_layout()
     return figure
 
@@ -72,23 +77,18 @@ def narrow_ratio_map(
 NARROW_COLUMNS = 7
 
 
-def draw_ratios(
-    axis: Axes,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    end: float = END,
-) -> Any:
+def draw_ratios(axis: Axes, ratios: Ratios) -> Any:
     """Colours and values of a grid of ratios; returns the image, for its scale."""
     import numpy as np
 
-    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
-    reach = math.log2(end)
+    columns, reach = ratios.columns, math.log2(ratios.end)
+    powers = np.array([[power_of(value) for value in line] for line in ratios.values], dtype=float)
     image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    write_values(axis, values, DARK * reach)
+    write_values(axis, ratios.values, DARK * reach)
     slanted = {"rotation": SLANT, "ha": "right", "rotation_mode": "anchor"} if long_names(columns) else {}
     axis.set_xticks(range(len(columns)), columns, fontsize=7.5, **slanted)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
+    axis.set_yticks(range(len(ratios.rows)), ratios.rows, fontsize=7.5)
+    axis.set_xlabel(ratios.xlabel)
     axis.grid(False)
     return image
 

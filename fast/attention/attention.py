@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fast.attention.stored import computed_values, quantized_tokens, token_values, window_numbers
+from fast.dispatch import runs_eagerly
 from fast.stored_tokens import StoredTokens
 from reference.attention import attention as specified
 from reference.attention.attention import check_heads
@@ -37,10 +38,12 @@ def attention(
     """
     check_heads(tuple(q.shape), (*k.shape[:2], 0, k.width), (*v.shape[:2], 0, v.width))
     mask = None if mask is None else _of_four_axes(mask, k.shape[2])
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = float(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if runs_eagerly(q, k.codes):
+        return _attended(q, k, v, length, mask, scale, causal, 0.0 if softcap is None else float(softcap))
     y: torch.Tensor = torch.ops.ao_lab.cached_attention(
         q, k.codes, k.scale, k.zero, k.computed, k.recent, k.scheme, k.width, k.axis, v.codes, v.scale, v.zero, v.computed,
-        v.recent, v.scheme, v.width, v.axis, window_numbers(_window(k, v)), length, mask, float(scale), causal,
+        v.recent, v.scheme, v.width, v.axis, window_numbers(_window(k, v)), length, mask, scale, causal,
         0.0 if softcap is None else float(softcap),
     )  # fmt: skip
     return y
@@ -82,14 +85,22 @@ def cached_attention(
     seen = Window(*window)
     keys = StoredTokens(k, k_scale, k_zero, k_scheme, k_width, k_axis, seen, k_computed, k_recent)
     values = StoredTokens(v, v_scale, v_zero, v_scheme, v_width, v_axis, seen, v_computed, v_recent)
+    return _attended(q, keys, values, length, mask, scale, causal, softcap)
+
+
+def _attended(
+    q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None, scale: float,
+    causal: bool, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """By the kernel, torch's attention over dequantized values, or the reference."""
     if q.is_cuda:
         from fast.kernels.attention import decode
 
-        if decode.refusal(q, keys, values, mask, softcap) is None:
+        if decode.refusal(q, k, v, mask, softcap) is None:
             with torch.cuda.device_of(q):  # Triton launches on the current one
-                return decode.attention(q, keys, values, length, mask, scale, causal)
-        return _by_tokens(_dequantized(q, keys, values, length, mask, scale, causal, softcap))
-    return _by_tokens(_specified(q, keys, values, int(length), mask, scale, causal, softcap))
+                return decode.attention(q, k, v, length, mask, scale, causal)
+        return _by_tokens(_dequantized(q, k, v, length, mask, scale, causal, softcap))
+    return _by_tokens(_specified(q, k, v, int(length), mask, scale, causal, softcap))
 
 
 def _by_tokens(y: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fast.dispatch import has_kernels
+from fast.dispatch import has_kernels, runs_eagerly
 from fast.layers.hadamard import hadamard
 from fast.quantize.quantize import dequantize, quantize
 from fast.stored_tokens import StoredTokens
@@ -139,6 +139,9 @@ def append_(
     are those of `fast.quantize`. Tokens beyond the room are an IndexError on CPUs and CUDA's device-side assertion on GPUs; a
     caller that knows the length refuses them before.
     """
+    if runs_eagerly(k, v, keys.codes):
+        _append(k, v, keys, values, length, rotate)
+        return
     torch.ops.ao_lab.append_tokens_(
         k, v, keys.codes, keys.scale, keys.zero, keys.computed, keys.scheme, keys.axis, values.codes, values.scale, values.zero,
         values.computed, values.scheme, values.axis, window_numbers((keys if keys.scheme else values).window), length, rotate,
@@ -187,6 +190,18 @@ def append_tokens_(
     seen = Window(*window)
     keys = StoredTokens(k_codes, k_scale, k_zero, k_scheme, k.shape[-1], k_axis, seen, k_computed)
     values = StoredTokens(v_codes, v_scale, v_zero, v_scheme, v.shape[-1], v_axis, seen, v_computed)
+    _append(k, v, keys, values, length, rotate)
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: StoredTokens,
+    values: StoredTokens,
+    length: torch.Tensor,
+    rotate: bool,
+) -> None:
+    """By the kernel, or operations of torch."""
     if k.is_cuda and has_kernels(k):
         from fast.kernels.attention import append
 

@@ -159,7 +159,7 @@ def multiplies_bfloat16() -> bool:
 class Decoder:
     """rows, length: of the matrix; width: numbers of a row that kernels write or read, at least length; dtype: of the numbers,
     float32 or bfloat16; operands: the arrays of kernels (`loops.gemm.compiled`) and the codes of a block; loop: what they are
-    compiled for, but whether they multiply."""
+    compiled for, but whether they multiply; scales: what they read."""
 
     loop: Any
     operands: tuple[Any, ...]
@@ -167,6 +167,7 @@ class Decoder:
     length: int
     width: int
     dtype: torch.dtype
+    scales: BlockScales
 
     @classmethod
     def of(cls, w: Quantized, dtype: torch.dtype) -> Decoder | None:
@@ -189,7 +190,7 @@ class Decoder:
             no_zero_points() if scales.zero is None else scales.zero,
         )
         operands = (*map(as_array, parts), size)
-        return cls(loop.of_blocks(size), operands, rows, length, width, dtype)
+        return cls(loop.of_blocks(size), operands, rows, length, width, dtype, scales)
 
     def write(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first to last into out (last - first, width), contiguous, in `dtype`; behind K it is any."""
@@ -211,7 +212,7 @@ class Decoder:
             kernel(*self.operands, inputs, out, first, last)
 
         in_parts(work, self.rows, self.rows * self.length * (1 + count // ROWS_OF_A_DECODING))
-        return y[:count]
+        return y if len(y) == count else y[:count].clone()
 
     def _kernel(self, multiplies: bool) -> Callable[..., None]:
         from fast.cpu.loops.gemm import compiled

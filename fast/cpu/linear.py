@@ -20,8 +20,10 @@ the bits of `reference.dequantize` in that dtype. Sums are float32 in any order;
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from math import gcd
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ FAR = 2.0**120
 
 
 def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether `linear_of_one_row` multiplies a weight (N, K) of this record, blocks along K, by inputs of a dtype."""
+    """Whether `linear_of_rows` multiplies a weight (N, K) of this record, blocks along K, by any number of rows of a dtype."""
     return len(shape) == 2 and dtype in DTYPES and covered(scheme, shape, 1, torch.float32)
 
 
@@ -76,37 +78,76 @@ def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None =
     row = x.detach().to(torch.float32).resolve_neg()
     y = _by_loop(row, w) if numba_missing() is None else None
     y = _by_tiles(row, w) if y is None else y
-    if bias is not None:
-        y = y + bias.detach().to(torch.float32)
-    return y.to(x.dtype)
+    return _with_bias(y, bias, x.dtype)
 
 
 def _by_loop(row: torch.Tensor, w: Quantized) -> torch.Tensor | None:
     """Float32 (1, N), by `gemv`; None where its loop does not read a weight so stored, or something might overflow."""
-    scales = BlockScales.coded(w)
-    _check_rows(w, scales)
-    launch = _launch(w, scales) if _stays_finite(row, w, scales) else None
-    if launch is None:
-        return None
-    kernel, in_group, long = launch
-    y = torch.empty((1, w.shape[0]), dtype=torch.float32, device="cpu")
-    element = Element.of(w.scheme)
-    work = partial(
-        kernel,
-        _numpy(w.codes),
-        _numpy(single_table(element) if Decoding.of(element).kind == TABLE else None),
-        _numpy(scales.scale),
-        _numpy(scales.table),
-        _numpy(scales.zero, (1, 0)),
-        _adds(w.scheme),
-        scales.divides,
-        long,
-        _numpy(_in_planes(row, in_group)),
-        _numpy(None if scales.zero is None else _block_sums(row, scales.size)),
-    )
-    out = y.view(-1).numpy()
-    in_parts(lambda first, last: work(first, last, out), w.shape[0], w.shape[0] * w.shape[1])
-    return y
+    loop = RowLoop.of(w)
+    return None if loop is None else loop(row)
+
+
+@dataclass(frozen=True)
+class RowLoop:
+    """`gemv` of a weight (N, K). operands: what its kernel takes before the inputs, arrays of the weight's memory where it lies
+    as the kernel reads it; in_group: codes of a group; reach: the largest magnitude of a code, less a zero point; adds: whether
+    zero points are values that are added."""
+
+    kernel: Callable[..., None]
+    operands: tuple[Any, ...]
+    in_group: int
+    scales: BlockScales
+    reach: float
+    adds: bool
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, w: Quantized) -> RowLoop | None:
+        """That of a weight whose record is taken (`takes`); None where a group ends in no block."""
+        scales = BlockScales.coded(w)
+        _check_rows(w, scales)
+        launch = _launch(w, scales)
+        if launch is None:
+            return None
+        kernel, in_group, long = launch
+        element, adds = Element.of(w.scheme), _adds(w.scheme)
+        operands = (
+            _numpy(w.codes),
+            _numpy(single_table(element) if Decoding.of(element).kind == TABLE else None),
+            _numpy(scales.scale),
+            _numpy(scales.table),
+            _numpy(scales.zero, (1, 0)),
+            adds,
+            scales.divides,
+            long,
+        )
+        reach = largest(element) + (256 if w.zero is not None else 0)
+        return cls(kernel, operands, in_group, scales, reach, adds, (w.shape[0], w.shape[1]))
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor | None:
+        """Float32 (1, N) of inputs (1, K) in float32; None where something might overflow."""
+        if not self._stays_finite(row):
+            return None
+        y = torch.empty((1, self.shape[0]), dtype=torch.float32, device="cpu")
+        zero, size = self.scales.zero, self.scales.size
+        sums = _numpy(None if zero is None else _block_sums(row, size))
+        out, inputs = y.view(-1).numpy(), _numpy(_in_planes(row, self.in_group))
+
+        def work(first: int, last: int) -> None:
+            self.kernel(*self.operands, inputs, sums, first, last, out)
+
+        in_parts(work, self.shape[0], prod(self.shape))
+        return y
+
+    def _stays_finite(self, row: torch.Tensor) -> bool:
+        """Whether all that the loop computes lies inside float32: sums of codes times inputs before they are scaled, and what
+        dequantization would have to saturate. Not where a scale or an input is NaN or infinite."""
+        zero, scale = self.scales.zero, self.scales.largest()
+        added = float(zero.abs().max()) if zero is not None and self.adds else 0.0
+        low, high = row.aminmax()
+        sums = max(-float(low), float(high)) * row.shape[1]
+        reach = self.reach
+        return reach * scale + added < FAR and sums * max(reach, reach * scale, added) < FAR
 
 
 def _check_rows(w: Quantized, scales: BlockScales) -> None:
@@ -157,16 +198,6 @@ def _in_planes(row: torch.Tensor, in_group: int) -> torch.Tensor:
     return row.view(-1, in_group).t()
 
 
-def _stays_finite(row: torch.Tensor, w: Quantized, scales: BlockScales) -> bool:
-    """Whether all that the loop computes lies inside float32: sums of codes times inputs before they are scaled, and what
-    dequantization would have to saturate. Not where a scale or an input is NaN or infinite."""
-    codes = largest(Element.of(w.scheme)) + (256 if w.zero is not None else 0)
-    scale = scales.largest()
-    added = float(scales.zero.abs().max()) if scales.zero is not None and _adds(w.scheme) else 0.0
-    sums = float(row.abs().max()) * row.shape[1]
-    return codes * scale + added < FAR and sums * max(codes, codes * scale, added) < FAR
-
-
 @torch.no_grad()
 def _by_tiles(row: torch.Tensor, w: Quantized) -> torch.Tensor:
     """Float32 (1, N): the row times what the reference dequantizes, by torch operations."""
@@ -197,19 +228,12 @@ def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
     return row.view(-1, size).sum(1)
 
 
-#: Elements of the smallest weight that is decoded on the way by several rows: one that is smaller is soon dequantized.
-SMALLEST = 1 << 17
 #: Rows that the loop multiplies at most.
 LOOP_ROWS = 64
 #: The same where the processor has matrix tiles (AMX), which the loop does not use.
 LOOP_ROWS_BESIDE_TILES = 8
 #: The same in float32 where torch multiplies bfloat16, and the loop does not.
 FLOAT32_ROWS = 4
-
-
-def takes_rows(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether `linear_of_rows` multiplies a weight (N, K) of this record by any number of rows without making it dense."""
-    return takes(scheme, shape, dtype) and shape[0] * shape[1] >= SMALLEST
 
 
 @torch.no_grad()
@@ -227,10 +251,20 @@ def linear_of_rows(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = No
     decoder = Decoder.of(w, dtype)
     if decoder is None:
         return _by_dense(x, w, bias)
-    if len(x) <= _loop_rows(dtype):
-        y = decoder.multiply(x.to(dtype))
-        return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
-    return _rows_by_tiles(x.to(dtype), decoder, bias).to(x.dtype)
+    return _by_decoder(x, decoder, bias, len(x) <= _loop_rows(dtype))
+
+
+def _by_decoder(x: torch.Tensor, decoder: Decoder, bias: torch.Tensor | None, by_loop: bool) -> torch.Tensor:
+    """By the loop, or by torch of what it decodes."""
+    rows = x.to(decoder.dtype)
+    if by_loop:
+        return _with_bias(decoder.multiply(rows), bias, x.dtype)
+    return _rows_by_tiles(rows, decoder, bias).to(x.dtype)
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 sums plus a bias, rounded once."""
+    return (y if bias is None else y + bias.detach().to(torch.float32)).to(dtype)
 
 
 def _operands(x: torch.Tensor) -> torch.dtype:
@@ -274,6 +308,61 @@ def _by_dense(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch
     return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
+#: `linear_of_rows` of inputs (M, K) and a bias by a weight; None where that goes another way than it was prepared for.
+PreparedRows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+
+
+def prepared_rows(x: torch.Tensor, w: Quantized) -> PreparedRows | None:
+    """`linear_of_rows` of inputs like x (M, K) by a weight (N, K), its loop looked up once; None where it has none.
+
+    Where the loop reads the weight where it lies (`_lies`), all that is kept follows what is written there; of others the loop
+    is made in every call.
+    """
+    if x.dim() != 2 or not len(x) or numba_missing() is not None or x.dtype not in DTYPES:
+        return None
+    check_operands(x, w, None)
+    if len(x) == 1:
+        return _prepared_row(w)
+    dtype = _operands(x)
+    return _prepared_several(w, dtype, len(x) <= _loop_rows(dtype))
+
+
+def _prepared_row(w: Quantized) -> PreparedRows | None:
+    loop = RowLoop.of(w)
+    if loop is None:
+        return None
+    kept = loop if _lies(w, loop.operands[0], loop.operands[2]) else None
+
+    def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        again = RowLoop.of(w) if kept is None else kept
+        y = None if again is None else again(x.to(torch.float32).resolve_neg())
+        return None if y is None else _with_bias(y, bias, x.dtype)
+
+    return multiply
+
+
+def _prepared_several(w: Quantized, dtype: torch.dtype, by_loop: bool) -> PreparedRows | None:
+    """dtype: of the operands; by_loop: whether the loop multiplies, else torch."""
+    decoder = Decoder.of(w, dtype)
+    if decoder is None:
+        return None
+    kept = decoder if _lies(w, decoder.operands[0], decoder.operands[2]) else None
+
+    def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        again = Decoder.of(w, dtype) if kept is None else kept
+        if again is None or (again is kept and not again.scales.is_plain(w.scheme, dtype)):
+            return None
+        return _by_decoder(x, again, bias, by_loop)
+
+    return multiply
+
+
+def _lies(w: Quantized, codes: Any, scales: Any) -> bool:
+    """Whether a loop's arrays are the memory of a weight's codes and scales, and it has no more parts."""
+    at = [array.__array_interface__["data"][0] for array in (codes, scales)]
+    return w.outer is None and w.zero is None and at == [w.codes.data_ptr(), w.scale.data_ptr()]
+
+
 #: Products whose sum float32 holds: 1024 * 128 * 128 = 2**24.
 EXACT = 1024
 #: Asked once, when this is imported: tracers cannot ask.
@@ -292,11 +381,11 @@ def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 __all__ = [
-    "SMALLEST",
+    "PreparedRows",
     "check_operands",
     "integer_sums",
     "linear_of_one_row",
     "linear_of_rows",
+    "prepared_rows",
     "takes",
-    "takes_rows",
 ]

@@ -3,12 +3,13 @@ multiplied, by compiled loops, and nothing looked up between.
 
 They are called as `fast.prepared.Program` is: `launch(program, x, bias)`, None where the ordinary call has to compute. Results
 have the bits of that call: of `Dequantized` torch's product of what `reference.fake_quantize` and `reference.dequantize` give,
-of `Integers` those of `reference.linear` with accumulation "blocked" and one block.
+of `Integers` those of `reference.linear` with accumulation "blocked" and one block, of `Fused` those of
+`fast.cpu.linear.linear_of_rows` of what `reference.fake_quantize` gives.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from fast.cpu.prepared_dequantize import Plan as Weight
 from fast.cpu.prepared_dequantize import prepared as prepared_weight
 from fast.cpu.quantize import NOT_GIVEN, Plan, plan_of
 from reference import Quantized, Scales, Scheme
+
+if TYPE_CHECKING:
+    from fast.cpu.linear import PreparedRows
 
 
 class Dequantized:
@@ -49,19 +53,34 @@ def dequantized(program: Dequantized, x: torch.Tensor, bias: torch.Tensor | None
         return None
     rows = rows.view(-1, rows.shape[-1])
     y = torch.mm(rows, dense.t()) if bias is None else torch.addmm(bias.to(x.dtype), rows, dense.t())
-    return y.view(program.shape)
+    return in_shape(y, program.shape)
 
 
 class Integers:
     """Codes of x times those of a weight, int8 both: exact sums, scaled afterwards."""
 
-    __slots__ = ("codes", "dtype", "inputs", "known", "launch", "parts", "scale", "scaled", "shape", "sums")
+    __slots__ = (
+        "codes",
+        "dtype",
+        "given",
+        "inputs",
+        "known",
+        "launch",
+        "parts",
+        "scale",
+        "scaled",
+        "shape",
+        "sums",
+    )
 
-    def __init__(self, inputs: Plan, w: Quantized, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, inputs: Plan, given: tuple[Any, ...], w: Quantized, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> None:
+        """As of `Dequantized`; dtype: of the inputs."""
         from fast.cpu.linear import integer_sums
         from fast.cpu.loops.ends import compiled_sums
 
-        self.inputs, self.dtype, self.shape = inputs, dtype, shape
+        self.inputs, self.given, self.dtype, self.shape = inputs, given, dtype, shape
         self.parts, self.known = (w.codes, w.scale), addresses((w.codes, w.scale))
         self.codes, self.scale = w.codes.view(torch.int8).t(), w.scale.reshape(-1).numpy()
         self.scaled, self.sums, self.launch = compiled_sums(inputs.rule.has_zero), integer_sums, integers
@@ -71,7 +90,7 @@ def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> t
     """The product; None where the bits of the codes are for the reference to say, and where the weight has moved."""
     if not x.is_cpu or addresses(program.parts) != program.known:
         return None
-    made = program.inputs.codes(x)
+    made = program.inputs.codes(x, *program.given)
     if made is None:
         return None
     codes, scale, zero = made
@@ -83,12 +102,40 @@ def integers(program: Integers, x: torch.Tensor, bias: torch.Tensor | None) -> t
     added = NO_BIAS if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     y = torch.empty(sums.shape, dtype=torch.float32, device="cpu")
     program.scaled(sums.numpy(), scale.reshape(-1), zero.reshape(-1), whole, program.scale, added, y.numpy())
-    return y.to(program.dtype).view(program.shape)
+    return in_shape(y.to(program.dtype), program.shape)
+
+
+class Fused:
+    """x as its scheme represents it, or as it is, times a weight that is decoded on the way, in x's dtype."""
+
+    __slots__ = ("given", "inputs", "known", "launch", "multiply", "parts", "shape")
+
+    def __init__(
+        self, inputs: Plan | None, given: tuple[Any, ...], multiply: PreparedRows, w: Quantized, shape: tuple[int, ...]
+    ) -> None:  # fmt: skip
+        """As of `Dequantized`; multiply: what `fast.cpu.linear.linear_of_rows` does with as many rows."""
+        self.inputs, self.given, self.multiply, self.shape = inputs, given, multiply, shape
+        self.parts = (w.codes, w.scale, w.outer, w.zero)
+        self.known, self.launch = addresses(self.parts), fused
+
+
+def fused(program: Fused, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The product; None where its bits are for others to say, and where the weight has moved."""
+    if not x.is_cpu or addresses(program.parts) != program.known:
+        return None
+    rows = x if program.inputs is None else program.inputs.values(x, *program.given)
+    y = None if rows is None else program.multiply(rows.detach().reshape(-1, rows.shape[-1]), bias)
+    return None if y is None else in_shape(y, program.shape)
 
 
 #: Rows whose sums are scaled on one thread, at most.
 MOST_ROWS = 64
 NO_SUMS, NO_BIAS = np.zeros(1, np.int32), np.zeros(0, np.float32)
+
+
+def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """y in a shape; itself where it has that, since who adds to it in place, with a gradient, may not have a view."""
+    return y if y.shape == shape else y.view(shape)
 
 
 def addresses(parts: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
@@ -112,18 +159,35 @@ def prepared_dequantized(
     return Dequantized(inputs, () if scales is None else given, weight, w, shape)
 
 
+def prepared_fused(
+    x: torch.Tensor, w: Quantized, shape: tuple[int, ...], scheme: Scheme | None, scales: Scales | None
+) -> Fused | None:
+    """As `prepared_dequantized`, by a weight that is decoded on the way."""
+    from fast.cpu.linear import prepared_rows
+
+    given = NOT_GIVEN if scales is None else (scales.scale, scales.outer, scales.zero)
+    inputs = None if scheme is None else plan_of(x, scheme, -1, given=given)
+    multiply = prepared_rows(x, w) if scheme is None or inputs is not None else None
+    if multiply is None:
+        return None
+    return Fused(inputs, () if scales is None else given, multiply, w, shape)
+
+
 def prepared_integers(
-    x: torch.Tensor, w: Quantized, shape: tuple[int, ...], scheme: Scheme
+    x: torch.Tensor, w: Quantized, shape: tuple[int, ...], scheme: Scheme, scales: Scales | None
 ) -> Integers | None:
-    """The product of x (M, K) in a scheme of int8, one scale a row, by an int8 weight (N, K) without zero points, its result in
-    a shape of as many elements; None where the loop is not for such inputs, and for parts that have gaps."""
+    """The product of x (M, K) in a scheme of int8, one scale a row, found or given, by an int8 weight (N, K) without zero
+    points, its result in a shape of as many elements; None where the loop is not for such inputs, and for parts that have
+    gaps."""
     if len(x) > MOST_ROWS:
         return None
-    inputs = plan_of(x, scheme, -1, codes=True)
+    given = NOT_GIVEN if scales is None else (scales.scale, scales.outer, scales.zero)
+    inputs = plan_of(x, scheme, -1, codes=True, given=given)
     lies = w.codes.is_contiguous() and w.scale.is_contiguous()
     if inputs is None or inputs.blocks[1] != 1 or not lies:
         return None
-    return Integers(inputs, w, x.dtype, shape)
+    parts = () if scales is None else (scales.scale, scales.zero)
+    return Integers(inputs, parts, w, x.dtype, shape)
 
 
-__all__ = ["Dequantized", "Integers", "prepared_dequantized", "prepared_integers"]
+__all__ = ["Dequantized", "Fused", "Integers", "prepared_dequantized", "prepared_fused", "prepared_integers"]

@@ -127,12 +127,18 @@ class Plan:
         zeros = NO_ZERO if zero is None else _matrix(zero, self.blocks)
         return result if self._run(x, result, scales, zeros, outer) else None
 
-    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, Any, Any] | None:
-        """The codes of a tensor, int8 in its shape, and arrays (rows, blocks) of scales and zero points."""
+    def codes(
+        self, x: torch.Tensor, scale: torch.Tensor | None = None, zero: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any, Any] | None:
+        """The codes of a tensor, int8 in its shape, and arrays (rows, blocks) of scales and zero points, found or given."""
         codes = torch.empty(self.shape, dtype=torch.int8, device="cpu")
-        scale = np.empty(self.blocks[:2], np.float32)
-        zero = np.empty(self.blocks[:2], np.int8) if self.rule.has_zero else NO_ZERO
-        return (codes, scale, zero) if self._run(x, codes, scale, zero, None) else None
+        scales = np.empty(self.blocks[:2], np.float32)
+        zeros = np.empty(self.blocks[:2], np.int8) if self.rule.has_zero else NO_ZERO
+        if scale is not None:
+            scales[:] = _matrix(scale, self.blocks)
+        if zero is not None:
+            zeros[:] = _matrix(zero, self.blocks)
+        return (codes, scales, zeros) if self._run(x, codes, scales, zeros, None) else None
 
     def quantized(self, x: torch.Tensor) -> Quantized | None:
         """The same as the reference has it."""
@@ -201,7 +207,8 @@ def _matrix(part: torch.Tensor, blocks: tuple[int, int, int]) -> Any:
 
 
 def _bits(x: torch.Tensor) -> Any:
-    """The bits of a tensor without gaps, copied where there are some."""
+    """The bits of a tensor without gaps, copied where there are some; of float16 those of float32, which holds it."""
+    x = x.to(torch.float32) if x.dtype == torch.float16 else x
     if x.requires_grad or x.is_neg() or not x.is_contiguous() or x.data_ptr() % x.element_size():
         return as_array(_as_integers(x.detach().resolve_neg()))
     return _as_integers(x).numpy()
@@ -226,7 +233,8 @@ def plan_of(
 ) -> Plan | None:
     """What the loop needs for tensors like x, whose numbers or codes (not under one scale of all) are wanted, under scales that
     are found or given; None where it is not for them."""
-    plain = type(x) in PLAIN and x.device.type == "cpu" and x.dim() > 1 and x.dtype in LOOPED
+    reads = x.dtype in LOOPED or (x.dtype == torch.float16 and codes and _is_of_float32(scheme))
+    plain = type(x) in PLAIN and x.device.type == "cpu" and x.dim() > 1 and reads
     if not plain or not x.numel() or type(axis) is not int or axis % x.dim() != x.dim() - 1:
         return None
     half, length = x.dtype == torch.bfloat16, x.shape[-1]
@@ -237,6 +245,11 @@ def plan_of(
         or (codes and rule.is_tensor)
         or length % (size := _block_size(scheme.scale, length))
         or not _is_worth(rule, x.numel())
+        or (
+            codes
+            and given[0] is not None
+            and given[0].shape != Blocks.of(x.shape, scheme.scale, -1).scale_shape
+        )
     ):
         return None
     from fast.cpu.loops.rounding import OUTER, TABLE, compiled
@@ -249,6 +262,15 @@ def plan_of(
 
 #: Dtypes that the loop reads.
 LOOPED = (torch.float32, torch.bfloat16)
+
+
+def _is_of_float32(scheme: Scheme) -> bool:
+    """Whether codes and scales of an input are those of the same numbers in float32."""
+    floors = [record.floor for record in (scheme.scale, scheme.outer) if record is not None]
+    fixed = all(floor is None or not isinstance(floor[1], str) for floor in floors)
+    return fixed and (scheme.arithmetic, scheme.scale.compute) == ("float32", "float32")
+
+
 #: How often a rule was asked for tensors that are smaller than `SMALLEST`.
 ASKED: Counter[Any] = Counter()
 
@@ -272,7 +294,7 @@ def _given_rule(rule: Any, scheme: Scheme, given: Given, codes: bool) -> Any:
     if (zero is not None) != rule.has_zero or (zero is not None and zero.dtype != torch.int8):
         return None
     is_one = scheme.scale.block == "tensor" or scale.numel() == 1
-    if not is_one or codes or scheme.dequantize == "target":
+    if not is_one or (scheme.dequantize == "target" and not codes):
         return None
     # Only records that make a NaN's block NaN raise given scales to their floor.
     return replace(rule, given=True, is_tensor=False, floor=rule.floor if scheme.nan == "block" else 0.0)

@@ -50,7 +50,7 @@ class BlockScales:
         if not covered(q.scheme, tuple(q.shape), q.axis, dtype):
             return None
         result = cls._made(q, dtype)
-        return result if result._is_plain(q.scheme, dtype) else None
+        return result if result.is_plain(q.scheme, dtype) else None
 
     @classmethod
     def _made(cls, q: Quantized, dtype: torch.dtype) -> BlockScales:
@@ -90,7 +90,7 @@ class BlockScales:
         """Scales and zero points of some rows."""
         return _rows(self.scale, first, last), None if self.zero is None else _rows(self.zero, first, last)
 
-    def _is_plain(self, scheme: Scheme, dtype: torch.dtype) -> bool:
+    def is_plain(self, scheme: Scheme, dtype: torch.dtype) -> bool:
         """Whether no value leaves the dtype, and no product is NaN by arithmetic."""
         if not self.scale.numel():
             return True

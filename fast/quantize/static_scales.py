@@ -84,6 +84,25 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Quanti
     return static_scales.quantize_rows(x, record, by_rows, Scales(scale, None, zero), key)
 
 
+def _host(record: Any, values: Values, operands: Operands, key: Any) -> Quantized | None:
+    """By the compiled loop; None where it is not for such inputs, and of a NaN."""
+    from fast.cpu.quantize import plan_of
+
+    x, scale, zero = operands
+    _check(x)
+    by_rows = rows_record(record_name(record))
+    plan = (
+        plan_of(x, record, -1, codes=True, given=(scale, None, zero)) if isinstance(record, Scheme) else None
+    )
+    made = None if plan is None else plan.codes(x, scale, zero)
+    if made is None:
+        return None
+    codes, scales, zeros = made
+    points = None if zero is None else torch.from_numpy(zeros)
+    shape = tuple(x.shape)
+    return Quantized(codes.view(torch.uint8), torch.from_numpy(scales), None, points, shape, 1, by_rows)
+
+
 def _reference(record: Any, values: Values, operands: Operands) -> Quantized:
     x, scale, zero = operands
     _check(x)
@@ -102,7 +121,9 @@ def _check(x: torch.Tensor) -> None:
         )
 
 
-QUANTIZE_ROWS = Function("quantize_rows", ("x", "scale", "zero point"), _reference, _operator, _kernel)
+QUANTIZE_ROWS = Function(
+    "quantize_rows", ("x", "scale", "zero point"), _reference, _operator, _kernel, host=_host
+)
 register("quantize_rows", quantize_rows_op, _fake)
 
 __all__ = ["QUANTIZE_ROWS", "quantize_rows", "rows_record"]

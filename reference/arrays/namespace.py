@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -400,10 +400,31 @@ def lookup(name: object, table: Mapping[str, Record], what: str) -> Record:
 
 
 def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
-    """`value` if it is one of `allowed`, else ValueError that lists them."""
+    """`value` if it is one of `allowed`, else ValueError that lists them, with the nearest where one is like it."""
     if value not in allowed:
-        raise ValueError(f"{what} is one of {', '.join(allowed)}; got {value!r}")
+        raise ValueError(f"{what} is one of {', '.join(allowed)}; got {value!r}{and_nearest(value, allowed)}")
     return str(value)
+
+
+def nearest_names(given: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `count` known names most like `given`, in upper or lower case; [] where none is, or where it is no string.
+
+    cutoff: how alike they have to be, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    if not isinstance(given, str):
+        return []
+    lower = {str(name).lower(): str(name) for name in known}
+    return [lower[name] for name in difflib.get_close_matches(given.lower(), lower, n=count, cutoff=cutoff)]
+
+
+def and_nearest(given: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
+    """What a message that refuses a name goes on with: "; the nearest is ..." (`nearest_names`), "" where none is near."""
+    return told_nearest(nearest_names(given, known, count, cutoff))
+
+
+def told_nearest(names: Sequence[str]) -> str:
+    """The same of names that were found to be near."""
+    return f"; the nearest {'is' if len(names) == 1 else 'are'} {', '.join(names)}" if names else ""
 
 
 def spelled_out(name: str) -> str:
@@ -416,9 +437,9 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
     names = dict.fromkeys(known)
     for name in given:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            nearest = f"; the nearest is {close[0]}" if close else ""
-            raise TypeError(f"{what} has no argument {name!r}{nearest}; it takes {', '.join(names)}")
+            raise TypeError(
+                f"{what} has no argument {name!r}{and_nearest(name, names)}; it takes {', '.join(names)}"
+            )
 
 
 #: Letters of a name that a longer one is told to begin with: mxfp4 of mxfp4_e2m1.
@@ -441,9 +462,7 @@ def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     close = list(
         dict.fromkeys([*begun, *sorted(inside, key=lambda one: not one.lower().startswith(words)), *similar])
     )[:NAMED]
-    if close:
-        return f"the nearest {'is' if len(close) == 1 else 'are'} {', '.join(close)}{REGISTER * own}"
-    return _known(table, what) + REGISTER * own
+    return (told_nearest(close).removeprefix("; ") or _known(table, what)) + REGISTER * own
 
 
 def _known(table: Mapping[str, object], what: str) -> str:
@@ -468,6 +487,7 @@ def dtype_name(dtype: DTypeLike, allowed: tuple[str, ...], what: str) -> str:
     if name not in allowed:
         raise ValueError(
             f"{what} is one of {', '.join(allowed)}, as a name, np.dtype, scalar type or torch.dtype; got {dtype!r}"
+            f"{and_nearest(dtype, allowed)}"
         )
     return name
 

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.arrays.namespace import Array, DTypeLike, choice, dtype_name
+from reference.arrays.namespace import Array, DTypeLike, and_nearest, choice, dtype_name
 from reference.attention.attention import ACCUMULATIONS, OUTPUTS, PEAK, check_heads
 from reference.formats.encode import decode, encode
 from reference.layers.hadamard import hadamard
@@ -135,8 +135,8 @@ def attention_recipe_of(recipe: Any) -> AttentionRecipe:
         )
     if recipe not in ATTENTION_RECIPES:
         raise ValueError(
-            f"no recipe of attention is called {recipe!r}; names are {', '.join(ATTENTION_RECIPES)}, or give an "
-            "AttentionRecipe"
+            f"no recipe of attention is called {recipe!r}{and_nearest(recipe, ATTENTION_RECIPES)}; names are "
+            f"{', '.join(ATTENTION_RECIPES)}, or give an AttentionRecipe"
         )
     return ATTENTION_RECIPES[recipe]
 

@@ -59,7 +59,7 @@ def beyond(
     over = off / np.maximum(bound, np.finfo(np.float64).tiny)
     at = np.unravel_index(int(over.argmax()), over.shape)
     numbers = np.flatnonzero(rows)
-    whole = _whole(over > margin, y, case.right[rows], numbers)
+    whole = named_parts(over > margin, y, case.right[rows], numbers)
     return Beyond((int(numbers[at[0]]), int(at[1])), float(off[at]), float(bound[at]), whole)
 
 
@@ -70,7 +70,7 @@ def each_bound(case: Case, off: F64, rows: Any, dtype: str, accumulation: str, *
     return np.asarray(bound if quantized or not (off > bound).any() else bound + ties_bound(case)[rows])
 
 
-def _whole(over: Any, y: F64, right: F64, numbers: Any) -> str:
+def named_parts(over: Any, y: F64, right: F64, numbers: Any) -> str:
     """Tokens, else channels, most of whose outputs are beyond their bound, and what these are in relation to the right ones."""
     for what, of_one, labels in (("token", over, numbers), ("channel", over.T, np.arange(over.shape[1]))):
         some = of_one.mean(1) > 0.5
@@ -164,4 +164,14 @@ def _zero_points(q: Quantized, right: F64) -> F64:
     )
 
 
-__all__ = ["BEYOND", "Beyond", "beyond", "each_bound", "sums_bound", "ties", "ties_bound", "ties_size"]
+__all__ = [
+    "BEYOND",
+    "Beyond",
+    "beyond",
+    "each_bound",
+    "named_parts",
+    "sums_bound",
+    "ties",
+    "ties_bound",
+    "ties_size",
+]

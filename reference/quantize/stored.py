@@ -145,6 +145,12 @@ class Quantized:
         """The scales alone, to be given to `quantize` again: not tiled."""
         return Scales(with_plain_scales(self).scale, self.outer, self.zero)
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """TypeError: NumPy would make an array of one object of it."""
+        raise TypeError(
+            "a Quantized is no array: dequantize(q) gives its values, q.codes the codes of its elements"
+        )
+
     def __repr__(self) -> str:
         """The scheme, shapes and dtypes, without the values: "Quantized(mxfp8_e4m3, shape (4, 96), codes uint8, ...)"."""
         parts = [("codes", self.codes), ("scale", self.scale), ("outer", self.outer), ("zero", self.zero)]

@@ -25,19 +25,25 @@ from reference.arrays.namespace import HINTS, choice, lookup
 from reference.formats.encode import MODES, OVERFLOWS
 from reference.formats.formats import BUILT_IN as BUILT_IN_FORMATS
 from reference.formats.formats import FORMATS, Format, format_name, format_of
+from reference.schemes.checks import (
+    LARGEST_TARGET,
+    LEAST_TARGET,
+    POWER_RULES,
+    POWER_STORAGE,
+    check_levels,
+    check_registered,
+    check_zero,
+    default_target,
+)
 
 Block = int | tuple[int, int] | str
 STATISTICS = ("absmax", "minmax", "minmax_with_zero", "minmax_split", "absmax_elements")
-POWER_RULES = ("floor", "ceil", "rceil", "rceil_log2", "even")
 RULES = ("ratio", "ratio_pow2", "ratio_pow2_log2", *POWER_RULES)
 FLOORS = ("statistic", "scale", "stored", "zero")
-POWER_STORAGE = "float8_e8m0fnu"
 # What the text of a block of the flattened tensor begins with; its size follows.
 FLAT = "flat:"
 # Storage dtypes of zero points by rule.
 ZERO_STORAGE = {"code": ("int8",), "value": ("float32", "bfloat16", "float16")}
-# Targets outside would let the ratio of two float32 values overflow or vanish.
-LEAST_TARGET, LARGEST_TARGET = 2.0**-20, 2.0**20
 
 
 def flat_size(block: Block) -> int:
@@ -328,16 +334,9 @@ def check_scheme(record: Scheme) -> None:
     code = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code}.get(record.overflow, 0)
     if code is None:
         raise ValueError(f"{fmt.name} has no code for overflow {record.overflow!r}; use 'saturate'")
-    _check_levels(record)
-    if record.zero is not None:
-        _check_zero(record, fmt)
+    check_levels(record)
+    check_zero(record)
     _check_outer_target(record)
-
-
-def default_target(record: Scheme) -> float:
-    """The largest target with which nothing saturates: the element's limit, 2**20 at most; with a zero point max - min."""
-    fmt = record.format
-    return min(fmt.limit - fmt.min if record.zero is not None else fmt.limit, LARGEST_TARGET)
 
 
 def _check_outer_target(record: Scheme) -> None:
@@ -345,37 +344,6 @@ def _check_outer_target(record: Scheme) -> None:
         raise ValueError(
             "an outer scale has a target of its own: over elements the element's largest value times that of the scales' "
             "storage, over scales the largest code"
-        )
-
-
-def _check_levels(record: Scheme) -> None:
-    outer, storage = record.outer, record.scale.storage
-    if outer is not None and record.scale.rule in POWER_RULES:
-        raise ValueError(
-            f"scales of rule {record.scale.rule!r} take no outer scale; use rule 'ratio' or outer=None"
-        )
-    double = outer is not None and outer.statistic != "absmax_elements"
-    if double and storage == "float32":
-        raise ValueError(
-            "an outer scale over the scales needs scales that are codes, as nf4's int8_nan; got float32"
-        )
-    if storage != "float32" and FORMATS[storage].kind == "int" and not double:
-        raise ValueError(f"scales stored as integers ({storage}) need an outer scale over them, as nf4 has")
-
-
-def _check_zero(record: Scheme, fmt: Format) -> None:
-    if fmt.kind != "int" or record.scale.rule in POWER_RULES:
-        raise ValueError(
-            f"a zero point needs an integer element and a ratio scale; got {fmt.name}, {record.scale.rule}"
-        )
-    if fmt.fraction_bits:
-        raise ValueError(
-            f"a zero point counts integers, and {fmt.name} has a binary point; use int{fmt.bits}"
-        )
-    low, high = fmt.integer_range
-    if record.zero is not None and record.zero.rule == "code" and not (low >= -128 and high <= 127):
-        raise ValueError(
-            f"zero points are stored as int8 and must hold {low}..{high} of {fmt.name}; use a signed element"
         )
 
 
@@ -387,8 +355,9 @@ def register(record: Record) -> Record:
 
     record: a `Format`, which schemes may then name, or a `Scheme`; it comes back, so that one line makes and registers it.
     Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
-    ValueError where the name is another record's (names are never given anew), and, unless `deviations` say so, for targets
-    beyond what elements hold, scales of 8 bits without an outer one, zero points without a range; TypeError for anything else.
+    ValueError where the name is another record's (names are never given anew) or none that a command line takes, and, unless
+    `deviations` say so, for targets beyond what elements hold, scales of 8 bits without an outer one, unsigned integers without
+    zero points; TypeError for anything else.
     """
     if not isinstance(record, (Format, Scheme)):
         raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
@@ -400,64 +369,10 @@ def register(record: Record) -> Record:
         )
     if known is None:
         if isinstance(record, Scheme):
-            _check_zero_points(record)
-            _check_target(record)
-            _check_range(record)
+            check_registered(record)
             RECORDS[record.name] = record
         table[record.name] = record  # type: ignore[assignment]
     return record
-
-
-def _check_target(record: Scheme) -> None:
-    """ValueError for a target with which the largest elements of every block saturate, unless `deviations` name that.
-
-    Half of a range of integers, as 127.5 of int8, is what others map a block's largest onto. Parts of recipes of training,
-    which are not registered, have such targets.
-    """
-    fmt, target = record.format, record.scale.target
-    largest = max(default_target(record), (fmt.limit - fmt.min) / 2)
-    if target > largest and not record.deviations:
-        half = "half of that range" if largest != fmt.limit else "the largest that it holds"
-        held = "all of that range" if record.zero is not None else half
-        raise ValueError(
-            f"target {target:g} of {record.name} is beyond {largest:g} ({fmt.name} holds {fmt.min:g} to {fmt.limit:g}; "
-            f"{largest:g} is {held}), so that a block's largest elements saturate; leave target out, or name the saturation in "
-            "deviations of the scheme if it is meant"
-        )
-
-
-def _check_zero_points(record: Scheme) -> None:
-    """ValueError for zero points beside a statistic that is no range of values, unless `deviations` name that."""
-    if (
-        record.zero is not None
-        and not record.scale.statistic.endswith(("minmax", "with_zero"))
-        and not record.deviations
-    ):
-        raise ValueError(
-            f"{record.name} has zero points, and its scales are of statistic {record.scale.statistic!r}, which maps a block's "
-            "largest magnitude onto the whole range of codes: most values of one sign are lost. Give Scale(statistic="
-            "'minmax_with_zero'), as int4_g32_asymmetric has; or leave zero out; or name it in deviations"
-        )
-
-
-def _check_range(record: Scheme) -> None:
-    """ValueError for scales of 8 bits that are no powers of two and have no outer scale, and for ratios that are rounded to the
-    nearest power of two, unless `deviations` name that."""
-    scale = record.scale
-    if scale.storage == "float32" or record.outer is not None or record.deviations:
-        return
-    storage, powers = FORMATS[scale.storage], scale.storage == POWER_STORAGE
-    if powers and scale.rule == "ratio":
-        raise ValueError(
-            f"scales of {record.name} are ratios rounded to the nearest power of two, down as well as up, so that the largest "
-            "ones saturate by up to 30%. Give rule='rceil', which saturates none, or OCP's 'floor', or name it in deviations"
-        )
-    if not powers and storage.kind == "float" and storage.bits <= 8:
-        raise ValueError(
-            f"scales of {record.name} lie in {storage.name}, which ends at {storage.max:g}, without an outer scale: others "
-            f"saturate or are 0. Give outer=Scale(block='tensor', statistic='absmax_elements', "
-            f"target={scale.target * storage.max:g}), as nvfp4 has; or name it in deviations"
-        )
 
 
 def format_fields(fmt: Format) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from reference.arrays.namespace import choice, lookup
+from reference.arrays.namespace import and_nearest, choice, lookup
 from reference.schemes.schemes import POWER_RULES, SCHEMES, Scheme
 
 #: Every recipe by name, filled below.
@@ -180,7 +180,9 @@ def recipe_of(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str) and recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
+        raise ValueError(
+            f"unknown recipe {recipe!r}{and_nearest(recipe, RECIPES)}; there are {', '.join(RECIPES)}"
+        )
     return lookup(recipe, RECIPES, "recipe")
 
 

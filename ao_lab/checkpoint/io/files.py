@@ -163,6 +163,16 @@ def refuse_folders(paths: Iterable[Path]) -> None:
             raise IsADirectoryError(f"{path} is a folder, and a file is to be written there; move it away")
 
 
+def file_to_write(path: str | Path) -> Path:
+    """The path of one file that is to be written. ValueError where its folder is not there: a mistyped one would be made;
+    IsADirectoryError where the path is a folder."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder, so {path.name} cannot be written there; make it first")
+    refuse_folders([path])
+    return path
+
+
 def refuse_file(folder: Path) -> None:
     """NotADirectoryError where a file lies in the place of a folder that is to be written."""
     if folder.exists() and not folder.is_dir():

@@ -46,13 +46,13 @@ from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.quantization.api import (
     StreamedWeights,
-    keep_configuration,
     keep_report,
     preshuffle,
     required_observers,
 )
 from ao_lab.quantization.groups import warn_of_undivided
 from ao_lab.quantization.plan import ALREADY, planned
+from ao_lab.quantization.report import keep_configuration
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, linear_and_experts, shorten
 from ao_lab.transforms.low_rank import (

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.io.files import file_to_write, staged
 from ao_lab.checkpoint.save_checks import check_finished, check_quantized
 from ao_lab.clients.gguf.architectures import (
     Architecture,
@@ -69,9 +69,10 @@ def save_gguf(
 
     TypeError for anything but a module. ValueError, before anything is written, for a scheme without a GGUF block, quantized
     activations (llama.cpp rounds them by its own rules), a rotation, another architecture, a tokenizer of another kind, a
-    model in training and one without quantized weights; it says which and what would work.
+    model in training, one without quantized weights, and a path in no folder; it says which and what would work.
     """
     check_model(model)
+    path = file_to_write(path)
     gguf = needed("gguf")
     config: Any = getattr(model, "config", None)
     arch = architecture_of(config)
@@ -86,9 +87,6 @@ def save_gguf(
     names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))
     tensors = {names[key]: _written(key, value, config, arch) for key, value in state.items()}
     fields = {} if tokenizer is None else tokenizer_fields(tokenizer, config.vocab_size)
-    path = Path(path)
-    refuse_folders([path])
-    path.parent.mkdir(parents=True, exist_ok=True)
     with staged(path.parent) as place:
         writer = gguf.GGUFWriter(place / path.name, arch.name)
         # transformers takes a llama whose name has "mistral" in it for an architecture that GGUF has not.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ import triton.language as tl
 from fast.kernels.layers.tiles import outputs, quantize_rows
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
-from fast.launch.launcher import FLOAT_NAMES, UNFUSED, interpreted, power_above
+from fast.launch.launcher import FLOAT_NAMES, CompiledLaunch, interpreted, power_above
 from fast.stored_tokens import StoredTokens
+from reference.attention.window import Window
 from reference.layers.hadamard import SIGNS_16
 from reference.schemes.schemes import record_of
 
@@ -251,52 +252,87 @@ def append(
     rotate: bool,
 ) -> None:
     """Write tokens that `covers` lets through, and raise `length`."""
-    batch, heads, tokens, k_width = k.shape
-    window = (keys if keys.scheme else values).window
-    v_width, room = v.shape[-1], values.codes.shape[2]
-    tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
-    parts: list[Any] = []
-    for x, stored in ((k, keys), (v, values)):
-        plan = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme and stored.axis == 3 else None
-        parts += (
-            [None, None, 0, 0]
-            if plan is None
-            else [plan.rule, GIVEN if stored.static else plan.block_op, plan.length, stored.codes.shape[-1]]
-        )
-    warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
-    # debug: for the assertion, without Triton's own of overflows.
-    dependent = not interpreted()
-    options = (
-        {"num_warps": warps, "debug": True, "sanitize_overflow": False, "launch_pdl": True, **UNFUSED}
-        if dependent
-        else {}
-    )
-    factor = float(np.float32(1 / sqrt(k_width)))
     by_channel = keys.axis == 2
+    launch = _append_launch(_tokens_of(k, keys), _tokens_of(v, values), values.codes.shape[2],
+                            (keys if keys.scheme else values).window, static_of(keys), rotate, interpreted())  # fmt: skip
     written = (None, None, None) if by_channel else (keys.codes, keys.scale, keys.zero)
-    append_kernel[batch * heads, -(-tokens // tile), 2](
-        k, v, *written, keys.computed, values.codes, values.scale, values.zero, values.computed,
-        length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, static_of(keys), *parts, heads, rotate, k_width,
-        v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], dependent, dependent, **options,
-    )  # fmt: skip
+    stored = (*written, keys.computed, values.codes, values.scale, values.zero, values.computed)
+    launch.run((k, v, *stored, length), k.get_device())
     if by_channel:
         _append_group(keys, length, k)
+
+
+class Tokens(NamedTuple):
+    """New tokens and where they go, as far as a launch depends on it: (B, heads, n, width) with its first three strides, and
+    the scheme by channels (axis 3) with its bytes of a token, "" for values or where a group is written by its own kernel."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    dtype: torch.dtype
+    scheme: str
+    static: bool
+    bytes: int
+
+    def arguments(self) -> tuple[Any, Any, int, int]:
+        """Scheme, its operation, group and bytes, as the kernel takes them."""
+        if not self.scheme:
+            return None, None, 0, 0
+        plan = _plan(self.scheme, self.dtype, self.shape[-1])
+        return plan.rule, GIVEN if self.static else plan.block_op, plan.length, self.bytes
+
+
+def _tokens_of(x: torch.Tensor, stored: StoredTokens) -> Tokens:
+    batch, heads, tokens, width = x.shape
+    of_batch, of_head, of_token, _ = x.stride()
+    scheme = stored.scheme if stored.axis == 3 else ""
+    strides = (of_batch, of_head, of_token)
+    return Tokens(
+        (batch, heads, tokens, width), strides, x.dtype, scheme, stored.static, stored.codes.shape[-1]
+    )
+
+
+@lru_cache(maxsize=256)
+def _append_launch(
+    k: Tokens, v: Tokens, room: int, window: Window, static: str, rotate: bool, on_cpu: bool
+) -> CompiledLaunch:
+    """The kernel for such tokens: Triton's own call of it takes the host five times as long. on_cpu: by the interpreter."""
+    batch, heads, tokens, k_width = k.shape
+    v_width = v.shape[-1]
+    tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
+    warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
+    factor, has_ptx = float(np.float32(1 / sqrt(k_width))), not on_cpu
+    tail = (
+        *k.strides, *v.strides, tokens, room, factor, static, *k.arguments(), *v.arguments(), heads, rotate, k_width,
+        v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], has_ptx, has_ptx,
+    )  # fmt: skip
+    # debug: for the assertion, without Triton's own of overflows.
+    return CompiledLaunch(
+        append_kernel, (batch * heads, -(-tokens // tile), 2), tail, warps, debug=True, sanitize_overflow=False, launch_pdl=True
+    )  # fmt: skip
 
 
 def _append_group(keys: StoredTokens, length: torch.Tensor, k: torch.Tensor) -> None:
     """Quantize the group of keys that a token has filled, if it has; `length` counts it already."""
     batch, heads, _, width = k.shape
-    record, plan = record_of(keys.scheme), _group_plan(keys.scheme, k.dtype)
-    group, window = keys.window.group, keys.window
-    channels = max(16, min(width, ELEMENTS // group))
+    group = keys.window.group
     scratch = torch.empty((batch * heads, group, width), dtype=torch.uint8, device=k.device)
-    dependent = not interpreted()
-    launched = {"num_warps": channels * group // (32 * PER_THREAD), "launch_pdl": True, **UNFUSED}
-    options = launched if dependent else {}
-    group_kernel[batch * heads, width // channels](
-        keys.computed, scratch, keys.codes, keys.scale, keys.zero, length, keys.codes.shape[2], plan.rule, plan.block_op, group,
-        width, record.format.bits, window.sinks, window.ring, channels, dependent, **options,
+    launch = _group_launch(
+        keys.scheme, k.dtype, batch * heads, width, keys.codes.shape[2], keys.window, interpreted()
+    )
+    launch.run((keys.computed, scratch, keys.codes, keys.scale, keys.zero, length), k.get_device())
+
+
+@lru_cache(maxsize=256)
+def _group_launch(
+    scheme: str, dtype: torch.dtype, pairs: int, width: int, room: int, window: Window, on_cpu: bool
+) -> CompiledLaunch:
+    record, plan, group = record_of(scheme), _group_plan(scheme, dtype), window.group
+    channels = max(16, min(width, ELEMENTS // group))
+    tail = (
+        room, plan.rule, plan.block_op, group, width, record.format.bits, window.sinks, window.ring, channels, not on_cpu
     )  # fmt: skip
+    warps = channels * group // (32 * PER_THREAD)
+    return CompiledLaunch(group_kernel, (pairs, width // channels, 1), tail, warps, launch_pdl=True)
 
 
 __all__ = ["append", "covers"]

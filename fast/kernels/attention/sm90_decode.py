@@ -191,11 +191,7 @@ def attention(
     """
     q, mask = _aligned(q), None if mask is None else _aligned(mask)
     problem = problem_of(q, k, kind, mask)
-    splits = splits or splits_of(problem, q.shape[0] * k.shape[1], v.shape[2])
-    variant = variant_of(problem)
-    if cluster and 1 < splits <= MOST_CLUSTER:
-        variant = variant._replace(cluster=splits)
-    added = parts_added(problem, splits) if splits > variant.cluster else None
+    splits, variant, added = _planned(problem, q.shape[0] * k.shape[1], v.shape[2], splits, cluster)
     if not _is_loadable(problem, variant, added, q.get_device()):
         return None
     y = torch.empty((q.shape[0], 1, q.shape[1], k.width), dtype=q.dtype, device=q.device)
@@ -204,6 +200,18 @@ def attention(
     if added is not None and parts is not None:
         add(added, *parts, length, y, splits, k.window if problem.window else ALL_STORED)
     return y.transpose(1, 2)
+
+
+@lru_cache(maxsize=256)
+def _planned(
+    problem: Problem, pairs: int, room: int, splits: int, cluster: bool
+) -> tuple[int, Variant, Parts | None]:
+    """Parts, the variant, and what adds them, if something does; `pairs` and `room` as `splits_of` takes them."""
+    splits = splits or splits_of(problem, pairs, room)
+    variant = variant_of(problem)
+    if cluster and 1 < splits <= MOST_CLUSTER:
+        variant = variant._replace(cluster=splits)
+    return splits, variant, parts_added(problem, splits) if splits > variant.cluster else None
 
 
 def parts_added(problem: Problem, splits: int) -> Parts:

@@ -292,7 +292,7 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
     (base / "pretrained.json").write_text('{"grid": "layers Q4_1 (blocks of 32)"}')
     config = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
     batches = [torch.randint(0, 256, (2, 16)) for _ in range(2)]
-    quantize_(model, config, calibration=batches, methods=(AWQ(), GPTQ()))
+    quantize_(model, config, calibration=batches, methods=(AWQ(ratios=3), GPTQ()))
     given = {"config": {**LLAMA, "_name_or_path": str(base)}, "base_model": str(base)}
     save_pretrained(model, tmp_path / "a", **given)
     body = front((tmp_path / "a" / CARD).read_text())[1]
@@ -300,7 +300,7 @@ def test_a_card_says_what_calibration_did_and_never_that_a_tokenizer_is_missing(
         "Quantized from `base` (a local folder) with `ao_lab.quantize_(model, Int4WeightOnlyConfig(scheme="
         in body
     )
-    assert ")`: weights quantized by " in body
+    assert ", calibration=batches, methods=(AWQ(ratios=3), GPTQ()))`: weights quantized by " in body
     assert re.search(r"\w \(\d layers?\).* on 64 tokens of calibration data", body)
     assert "`lm_head.weight` rounded to nearest" in body
     assert config.changes

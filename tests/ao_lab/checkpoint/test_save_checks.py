@@ -141,6 +141,13 @@ def test_adapters_of_peft(tmp_path):
     refused(model, tmp_path, r"second: Linear of peft; merge_and_unload")
 
 
+def test_a_refused_quantize_leaves_nothing_to_finish(tmp_path):
+    model = nn.Sequential(net()["first"])
+    with pytest.raises(ValueError, match=r"no nn\.ModuleList of blocks"):
+        quantize_(model, CONFIG, calibration=["text"], methods=(ao_lab.GPTQ(),))
+    refused(model, tmp_path, "the model has no quantized weights; call quantize_ first")
+
+
 def test_an_interrupted_quantize(tmp_path):
     model = net()
 

@@ -181,6 +181,24 @@ def test_one_clock_runs_through_works_and_an_estimate_counts_from_the_first_step
     assert inner.line(outer.started) == "blocks 29 of 30, gptq, 999 s"
 
 
+def test_a_first_step_that_is_the_least_says_how_long_the_rest_takes_at_least(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    work = terminal.Work("compare", started=0.0)
+    work.at(0, "baseline", 4)
+    clock[0] = 20.0
+    work.at(1, "nf4, quantizing", 4)
+    assert work.line(0.0) == "compare 1 of 4, nf4, quantizing, 20 s"
+    work.first_is_least = True
+    clock[0] = 25.0
+    work.at(1, "nf4, sequence 1 of 4", 4)
+    clock[0] = 30.0
+    assert work.line(0.0) == "compare 1 of 4, nf4, sequence 1 of 4, 30 s, at least 55 s left"
+    clock[0] = 80.0
+    work.at(2, "int8", 4)
+    assert work.line(0.0) == "compare 2 of 4, int8, 80 s, about 110 s left"
+
+
 def test_an_estimate_of_blocks_counts_the_passes_before_their_weights(monkeypatch):
     """Seven weights come at once after 12 seconds of data; the first block, which compiles, takes 30."""
     clock = [0.0]

@@ -100,7 +100,7 @@ def test_a_quantized_folder_as_it_is(capsys, folder, tmp_path):
     ("arguments", "message"),
     [
         ([], "holds no quantized weights; give --recipe NAME"),
-        (["--recipe", "rowwize"], "unknown recipe 'rowwize'; there are"),
+        (["--recipe", "rowwize"], "unknown recipe 'rowwize'; the nearest is rowwise; there are"),
         (["--recipe", "rowwise", "--config", "nf4"], "give either --recipe"),
         (["--recipe", "rowwise", "--option", "group_size=32"], "--option belongs to --config"),
         (["--config", "mxfp4", "--pad"], "--pad belongs to --recipe"),

@@ -80,7 +80,8 @@ def test_int8_with_static_scales(activation):
 def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias, rows):
     if device == "cuda" and dtype != torch.bfloat16:
         pytest.skip("on a GPU it writes bfloat16")
-    w, x = weight_of(scheme, activation, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
+    kernel = "auto" if device == "cuda" else "scaled_mm"
+    w, x = weight_of(scheme, activation, kernel, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
     added = numbers(48, seed=2, dtype=dtype) if bias else None
     assert select_kernel(w.transposed(), dtype) == "scaled_mm"
     got = functional.linear(x, w, added).double()
@@ -207,7 +208,7 @@ def test_a_kernel_that_cannot_says_which_can():
 def test_refusals(device, scheme, activation, name, reason):
     w = weight_of(scheme, activation).transposed()
     assert reason in PRODUCTS[name].unsupported_reason(w, torch.float32)
-    fused = activation is None
+    fused = activation is None or device == "cpu"
     assert select_kernel(w, torch.float32) == ("fused" if fused else "dequantize")
 
 
@@ -220,10 +221,10 @@ def test_refusals(device, scheme, activation, name, reason):
     ],
 )
 def test_what_fused_refuses(device, scheme, activation, reason):
-    """On a CPU scales that divide are read, on a GPU they are not."""
+    """On a CPU scales that divide are read, and inputs quantized; on a GPU they are not."""
     w = weight_of(scheme, activation).transposed()
     found = PRODUCTS["fused"].unsupported_reason(w, torch.float32)
-    if reason is None or (device == "cpu" and activation is None):
+    if reason is None or device == "cpu":
         assert found is None
         assert "stored as (out, in)" in PRODUCTS["fused"].unsupported_reason(w.transposed(), torch.float32)
         return
@@ -256,12 +257,14 @@ def test_gradients_meet_the_weight_alone(activation):
 
 
 @pytest.mark.parametrize("activation", ["int8_rowwise", "fp8_rowwise"])
-def test_batches_and_experts(activation):
+def test_batches_and_experts(device, activation):
     recipe = Recipe(weight=SCHEMES[activation], activation=SCHEMES[activation])
     w, x = quantized(numbers(3, 48, 128), recipe), numbers(3, 5, 128, seed=1)
     inputs = reference.dequantize(reference.quantize(x, activation))
     assert torch.equal(torch.bmm(x, w.mT), torch.bmm(inputs, w.dequantize().mT))
-    assert select_kernel(w[1].transposed(), torch.bfloat16) in ("int8", "scaled_mm")
+    floats = "scaled_mm" if device == "cuda" else "fused"
+    wanted = "int8" if activation == "int8_rowwise" else floats
+    assert select_kernel(w[1].transposed(), torch.bfloat16) == wanted
     with pytest.raises(ValueError, match="matrix"):
         torch.bmm(x, w.with_recipe(kernel="int8" if activation == "int8_rowwise" else "scaled_mm").mT)
 

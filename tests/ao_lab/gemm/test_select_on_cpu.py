@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import ao_lab
 from ao_lab import Recipe, quantized
-from ao_lab.gemm import choices, codes, select
+from ao_lab.gemm import choices, codes
 from ao_lab.gemm.select import select_kernel
 from fast.cpu import linear
 from reference import SCHEMES, Scales
@@ -31,8 +32,7 @@ def weight_of(scheme, activation=None, kernel="auto", device="cpu", dtype=torch.
 
 def set_scales_rows(monkeypatch, takes):
     """Whether torch takes a scale for each row on this CPU."""
-    for module in (select, codes):
-        monkeypatch.setattr(module, "cpu_scales_rows", lambda: takes)
+    monkeypatch.setattr(codes, "cpu_scales_rows", lambda: takes)
 
 
 def scales_given(monkeypatch):
@@ -53,7 +53,8 @@ def test_one_scale_is_given_for_each_row(monkeypatch, static):
     if not codes.cpu_scales_rows():
         pytest.skip("this torch takes one scale alone")
     scales = Scales(torch.tensor(0.02), None, None) if static else None
-    recipe = Recipe(weight=SCHEMES["fp8_tensorwise"], activation=SCHEMES["fp8_tensorwise"])
+    scheme = SCHEMES["fp8_tensorwise"]
+    recipe = Recipe(weight=scheme, activation=scheme, kernel="scaled_mm")
     w, x = quantized(numbers(48, 128), recipe, input_scales=scales), numbers(9, 128, seed=1)
     set_scales_rows(monkeypatch, False)
     one = codes.scaled_mm(x, w.t(), None)
@@ -63,10 +64,10 @@ def test_one_scale_is_given_for_each_row(monkeypatch, static):
     assert seen == [((9, 1), (1, 48))]
 
 
-def test_where_torch_takes_one_scale_alone_the_default_dequantizes(monkeypatch):
+def test_the_default_decodes_8_bit_floats_and_torchs_product_is_there_by_name(monkeypatch):
     set_scales_rows(monkeypatch, False)
     w, x = weight_of("fp8_tensorwise", "fp8_tensorwise"), numbers(3, 128, dtype=torch.bfloat16)
-    assert select_kernel(w.t(), x.dtype) == "dequantize"
+    assert select_kernel(w.t(), x.dtype) == "fused"
     named, seen = w.with_recipe(kernel="scaled_mm"), scales_given(monkeypatch)
     assert functional.linear(x, named).shape == (3, 48)
     assert seen == [((), ())]
@@ -132,3 +133,41 @@ def test_inputs_of_another_length_are_refused(monkeypatch, has_vnni):
     w = quantized(torch.ones(8, 2048), recipe)
     with pytest.raises(ValueError, match=r"inputs of shape \(2, 1024\).*inputs have 2048 columns"):
         functional.linear(torch.ones(2, 1024), w)
+
+
+#: Schemes of a weight and its inputs.
+SHARDED = [
+    ("int8_rowwise", None),
+    ("int4_g32", None),
+    ("nvfp4", None),
+    ("fp8_rowwise", "fp8_rowwise"),
+    ("int8_rowwise", "int8_rowwise"),
+    ("int4_g32", "int8_rowwise"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("scheme", "activation"), SHARDED)
+def test_shards_give_the_bits_of_the_whole_weight(scheme, activation, dtype, rows):
+    """Those of rows and of columns; beside zeros in place of the other columns' inputs, which add nothing to sums."""
+    recipe = Recipe(weight=SCHEMES[scheme], activation=activation and SCHEMES[activation])
+    w, x = quantized(numbers(256, 512, dtype=dtype), recipe), numbers(rows, 512, seed=1, dtype=dtype)
+    whole = functional.linear(x, w)
+    assert torch.equal(torch.cat([functional.linear(x, w[:128]), functional.linear(x, w[128:])], -1), whole)
+    for part in (slice(256), slice(256, None)):
+        alone = torch.zeros_like(x)
+        alone[:, part] = x[:, part]
+        assert torch.equal(functional.linear(x[:, part], w[:, part]), functional.linear(alone, w))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("size", [48, 2048])
+def test_tangents_go_through_layers_of_any_size(rows, size):
+    w, x = quantized(numbers(size, 128), "int8_rowwise"), numbers(rows, 128, seed=1)
+    with forward_ad.dual_level():
+        y = functional.linear(forward_ad.make_dual(x, torch.ones_like(x)), w)
+        tangent = forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(tangent, torch.ones_like(x) @ w.dequantize().t())

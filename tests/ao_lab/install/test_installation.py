@@ -205,3 +205,13 @@ assert set(AWAITED) <= set(sys.modules)
 def test_either_order(order):
     done = forks.python("-c", order + CHECK, server="transformers")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_cache_is_passed_by_the_name_that_does_not_warn():
+    def before(input_ids, past_key_values=None): ...
+
+    def today(input_ids, cache=None): ...
+
+    named = {forward: types.SimpleNamespace(forward=forward) for forward in (before, today)}
+    assert versions.cache_argument(named[before]) == "past_key_values"
+    assert versions.cache_argument(named[today]) == "cache"

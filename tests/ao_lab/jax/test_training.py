@@ -314,6 +314,8 @@ def test_a_weight_on_the_left_is_said_or_refused():
         DotGeneral(RECIPE, weight="left")
     with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
         DotGeneral("mxfp9")
+    with pytest.raises(TypeError, match="takes no lhs_dilation: convolutions are not covered"):
+        DotGeneral("mxfp8")(INPUTS, WEIGHT, (1,), lhs_dilation=(1,))
     # In the order of the product nothing has to be said.
     jnp.einsum("BSD,DH->BSH", INPUTS, WEIGHT[0], _dot_general=DotGeneral(RECIPE))
 

@@ -30,13 +30,13 @@ from tests.ao_lab.qat.test_linear import gradients
 from tests.support.models.qat_models import everything, linears, multiplied, same, steps
 
 CONFIGS = {
-    "int8 x int4": ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+    "int8 x int4": ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, kernel="dequantize"),
     "int8 x int8": ao_lab.Int8DynamicActivationInt8WeightConfig(),
-    "int4": ao_lab.Int4WeightOnlyConfig(group_size=32),
-    "stretched": ao_lab.LowBitWeightOnlyConfig(bits=2),
-    "nf4": ao_lab.NF4WeightOnlyConfig(),
-    "mxfp4": ao_lab.MXDynamicActivationMXWeightConfig(weight_dtype="float4_e2m1fn_x2"),
-    "nvfp4": ao_lab.NVFP4DynamicActivationNVFP4WeightConfig(),
+    "int4": ao_lab.Int4WeightOnlyConfig(group_size=32, kernel="dequantize"),
+    "stretched": ao_lab.LowBitWeightOnlyConfig(bits=2, kernel="dequantize"),
+    "nf4": ao_lab.NF4WeightOnlyConfig(kernel="dequantize"),
+    "mxfp4": ao_lab.MXDynamicActivationMXWeightConfig(weight_dtype="float4_e2m1fn_x2", kernel="dequantize"),
+    "nvfp4": ao_lab.NVFP4DynamicActivationNVFP4WeightConfig(kernel="dequantize"),
     "static": ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.02),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -433,7 +433,7 @@ def test_a_weight_shared_with_an_embedding(lora):
         def forward(self, tokens):
             return self.head(self.table(tokens))
 
-    model, config = Tied(), ao_lab.Int8WeightOnlyConfig()
+    model, config = Tied(), ao_lab.Int8WeightOnlyConfig(kernel="dequantize")
     quantize_(model, QATConfig(config, lora=lora), everything)
     assert model.head.weight is model.table.weight
     before = model.table(TOKENS).detach()

@@ -116,10 +116,11 @@ MODELS = {
 }  # fmt: skip
 #: Models whose batched experts are (experts, in, out): blocks run along the axis of the sum.
 IN_OUT = ("GptOss", "Llama4")
+#: By the kernel whose sums are those of the dense model; "fused" adds the same products in another order.
 WEIGHT_ONLY = [
-    Int4WeightOnlyConfig(group_size=32),
-    NF4WeightOnlyConfig(),
-    SchemeConfig(scheme="int8_rowwise"),
+    Int4WeightOnlyConfig(group_size=32, kernel="dequantize"),
+    NF4WeightOnlyConfig(kernel="dequantize"),
+    SchemeConfig(scheme="int8_rowwise", kernel="dequantize"),
 ]
 DYNAMIC = [Int8DynamicActivationInt8WeightConfig(), MXDynamicActivationMXWeightConfig()]
 KNOWN = {}
@@ -204,7 +205,8 @@ def test_everything_that_can_be(name):
         quantize_(
             model, SchemeConfig(scheme="int8_rowwise", axis=-2), lambda m, path: path.endswith("experts")
         )
-    report = quantize_(model, SchemeConfig(scheme="int8_rowwise"), lambda m, path: True)
+    config = SchemeConfig(scheme="int8_rowwise", kernel="dequantize")
+    report = quantize_(model, config, lambda m, path: True)
     assert_accounted_for(model, report)
     expected = MODELS[name][2]
     left = [layer for layer in report.left if layer.name in matrices(model)]

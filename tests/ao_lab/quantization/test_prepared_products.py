@@ -13,6 +13,7 @@ from ao_lab.gemm import choices, select
 from ao_lab.gemm.choices import Choice, Problem
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.matmul_ops import MOST_SHAPES
+from fast.cpu import products
 from fast.launch import launcher
 from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
 from tests.support.models.gpu_layers import (
@@ -287,11 +288,13 @@ def test_shapes_that_are_kept_are_few(gpu):
     assert len(kept(one).programs) <= MOST_SHAPES
 
 
-def test_nothing_is_prepared_on_a_cpu():
-    one = layer()
+def test_weights_alone_are_prepared_on_a_cpu_too():
+    one, x = layer(), inputs(1)
     with torch.no_grad():
-        one(inputs(1))
-    assert kept(one) is None
+        first = one(x)
+        (program,) = kept(one).programs.values()
+        assert program.launch is products.fused
+        assert torch.equal(one(x), first)
 
 
 @pytest.mark.parametrize("name", ["int4", "int8, preshuffled"])

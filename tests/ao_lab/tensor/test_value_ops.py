@@ -219,5 +219,8 @@ def test_weights_that_require_gradients_are_refused(optimizer, error):
 
 def test_what_rounding_takes_is_told():
     t = quantized(weight(32, 64), "int4_g32")
-    with pytest.warns(UserWarning, match=r"int4_g32: more than half of the change .* next to the weight"):
+    with pytest.warns(
+        UserWarning, match=r"int4_g32: more than half of the change .* next to the weight"
+    ) as told:
         t += 1e-3 * weight(32, 64, seed=1)
+    assert told[0].filename == __file__  # not the line of the library that merges

@@ -283,18 +283,18 @@ def test_serving_errors_and_reasons():
         assert "recipes that name it" in next(c.reason for c in choice.candidates if c.kernel == "reference")
 
 
-def test_a_choice_of_many_rows_is_not_one_of_a_single_row():
-    """A CPU has a kernel for one row, which was not measured beside others of 4 rows: it stays the default."""
+def test_a_choice_of_several_rows_is_not_one_of_a_single_row():
+    """What was measured for 4 rows says nothing of one: that stays the default."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(128, 64)).bfloat16()
     ao_lab.quantize_(net, ao_lab.SchemeConfig(scheme="int4_g32"))
     with torch.no_grad():
         default = net(X[:1])
         (choice,) = ao_lab.tune(net, X[:4]).choices
-        assert {c.kernel: c.most_rows for c in choice.candidates}["fused"] == 1
         assert torch.equal(net(X[:1]), default)
     weight = net[0].weight.transposed()
-    assert [select_kernel(weight, X.dtype, rows) for rows in (1, 2, 4, 16)] == ["fused", *["dequantize"] * 3]
+    chosen = choice.kernel
+    assert [select_kernel(weight, X.dtype, rows) for rows in (1, 4)] == ["fused", chosen]
 
 
 def test_a_named_kernel_is_not_tuned():

@@ -49,7 +49,7 @@ class Until:
         return self.now
 
 
-def measured(folder, cache, monkeypatch, block="never", journal=None):
+def measured(folder, cache, monkeypatch, block="never", journal=None, only=ONLY):
     """Rows of a run that ends at a block, of what was measured and of what was not, and the words that it told."""
     own = OwnText(
         "own",
@@ -59,7 +59,7 @@ def measured(folder, cache, monkeypatch, block="never", journal=None):
     )
     asked = RealModels(models=(str(folder),), windows=2, length=32, own_text=own)
     here = Settings(
-        scale="quick", device="cpu", cache=cache, models=asked.models, asked=asked, only=ONLY, seconds=9.0
+        scale="quick", device="cpu", cache=cache, models=asked.models, asked=asked, only=only, seconds=9.0
     )
     journal = Journal() if journal is None else journal
     with monkeypatch.context() as patch:
@@ -109,6 +109,39 @@ def test_a_stopped_method_goes_on_after_its_blocks(deep, tmp_path, monkeypatch, 
     assert {row.table.split("/")[2] for row in rows} == {"model", f"own-{digest_of(whole)}-held-out"}
     assert "time to quantize" in {row.metric for row in whole if row.method == "gptq"}
     assert "time to quantize" not in {row.metric for row in rows if row.method == "gptq"}
+
+
+def test_choices_are_made_once(deep, tmp_path, monkeypatch, capsys):
+    """Stopped behind them, a run has their rows without another call, and then nothing is kept."""
+    calls, make = [], run.choice.chosen
+    monkeypatch.setattr(run.choice, "chosen", lambda *given: calls.append(given) or make(*given))
+    few = {"BUDGETS": (4.25,), "OPTIONS": (run.choice.LOWEST, run.choice.HIGHEST), "METHODS": (), "RULES": ()}
+    for name, value in few.items():
+        monkeypatch.setattr(run.choice, name, value)
+    for name, value in (("SEQUENCES", 8), ("TOKENS", 32), ("ALONE", 1)):
+        monkeypatch.setitem(getattr(run.choice, name), "quick", value)
+    journal, only = Journal(), ("choice", "rounding")
+    _, failed, _ = measured(deep, tmp_path / "a", monkeypatch, "held-out", journal, only)
+    assert {is_late(row.metric) for row in failed} == {True}
+    assert len(calls) == 1
+    rows, failed, _ = measured(deep, tmp_path / "a", monkeypatch, journal=journal, only=only)
+    assert failed == []
+    assert len(calls) == 1
+    assert (
+        "the automatic choices of a run that was stopped are kept; none is made again"
+        in capsys.readouterr().err
+    )
+    assert list((tmp_path / "a" / "calibrations").iterdir()) == []
+    whole, _, _ = measured(deep, tmp_path / "b", monkeypatch, only=only)
+    assert len(calls) == 2
+    assert chosen(rows) == chosen(whole)
+
+
+def chosen(rows):
+    """Of the choice, but for its time, whose row there is."""
+    found = {(row.table, row.metric): row.value for row in rows if row.setting == "choice, 4.25 bits"}
+    assert any(found.pop(key) > 0 for key in list(found) if key[1] == "time to choose, all budgets")
+    return {key: value for key, value in found.items() if key[1] != "time to quantize"}
 
 
 def digest_of(rows):

@@ -566,7 +566,9 @@ def test_configurations_are_selected_by_name():
     assert chosen(()) == [config for config in CONFIGS if config.always]
     assert {config.setting for config in chosen(("int8wo",))} == {"ours", "torchao"}
     assert {config.method for config in chosen(("baseline",))} >= {"bfloat16, compiled whole"}
-    with pytest.raises(ValueError, match=r"unknown configuration int7; there are .*int8wo"):
+    with pytest.raises(
+        ValueError, match=r"unknown configuration int7; the nearest is int8wo; there are .*int8wo"
+    ):
         chosen(("int7",))
 
 

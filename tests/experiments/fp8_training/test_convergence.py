@@ -283,9 +283,14 @@ def test_two_trainings_of_a_model_are_one_speed_measured_twice(monkeypatch):
     known = ("120m, 60 MB", "rowwise", rows[0].device, "abc")
     monkeypatch.setitem(findings.DISTURBED, known, "beside two other jobs on its host")
     assert "nothing explains" not in findings.speeds_apart(rows)[0]
-    assert findings.beside_card(rows, "rowwise") == "whole trainings 1.20x (120m, 210 MB)"
+    assert (
+        findings.beside_card(rows, "rowwise") == "whole trainings 1.20x (120M parameters on 210 MB of text)"
+    )
     alone = [row for row in rows if row.setting == known[0]]
-    assert "0.80x (120m, 60 MB, beside two other jobs on its host)" in findings.beside_card(alone, "rowwise")
+    assert (
+        "0.80x (120M parameters on 60 MB of text, beside two other jobs on its host)"
+        in findings.beside_card(alone, "rowwise")
+    )
     assert findings.speeds_apart(rows[:2]) == []
 
 

@@ -117,7 +117,9 @@ def test_a_method_that_failed_is_named():
 
 
 def test_a_map_has_the_value_in_each_cell_and_the_same_distance_on_both_sides():
-    picture = svg(ratio_maps.ratio_map(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
+    picture = svg(
+        ratio_maps.ratio_map(ratio_maps.Ratios(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
+    )
     assert all(f">{text}<" in picture for text in ("0.50", "2.00", "1.04"))
     assert ratio_maps.power_of(2.0) == -ratio_maps.power_of(0.5) == 1
     assert all(

@@ -347,7 +347,7 @@ def test_the_command_on_own_text_and_again(folder, tmp_path, monkeypatch, capsys
     code, rows = run_command(folder, tmp_path, *options, patch=monkeypatch)
     assert code == 0
     named = {row.table.split("/")[2] for row in rows}
-    assert "my_text-held-out" in named
+    assert "my_text.txt-held-out" in named
     assert len(named) == 3
     text = OwnText.of(own)
     assert text.train + text.held_out == own.read_text()

@@ -34,6 +34,7 @@ from experiments.report.content import (
 from experiments.report.pages import TEMPLATES, further_pages
 from experiments.report.phones import dots_twice, ratio_map_twice
 from experiments.report.plots import NARROW
+from experiments.report.ratio_maps import Ratios
 from experiments.report.results import Results, by_run, number, shown
 from experiments.report.scoreboard import better, scoreboard, short
 
@@ -349,7 +350,7 @@ def test_figures_have_no_empty_lines():
     assert "measured" in text
     assert "absent" not in text
     assert "absent" not in plots.svg(
-        ratio_maps.ratio_map(["measured", "absent"], ["1"], [[2.0], [None]], "x")
+        ratio_maps.ratio_map(Ratios(["measured", "absent"], ["1"], [[2.0], [None]], "x"))
     )
 
 
@@ -484,8 +485,8 @@ def test_texts_of_figures_are_large_enough_to_read():
     rows, columns, values = ["a", "b"], [str(one) for one in range(13)], [[0.5] * 13, [2.0] * 13]
     made = [
         plots.heatmap(rows, columns, values, "x"),
-        ratio_maps.ratio_map(rows, columns, values, "x", "tokens"),
-        ratio_maps.narrow_ratio_map(rows, columns, values, "x", "tokens"),
+        ratio_maps.ratio_map(Ratios(rows, columns, values, "x", "tokens")),
+        ratio_maps.narrow_ratio_map(Ratios(rows, columns, values, "x", "tokens")),
         plots.dots(rows, {"one": [0.001, 30.0]}, "x", symlog=0.01),
     ]
     for figure in made:
@@ -510,11 +511,11 @@ def test_a_figure_for_a_phone_is_narrow_and_breaks_labels():
     assert narrow.get_figwidth() == NARROW < wide.get_figwidth()
     assert all("\n" in one.get_text() for one in narrow.axes[0].get_yticklabels())
     long = [f"batch {batch}, not compiled, beside torchao" for batch in range(12)]
-    for figure in ratio_map_twice(["int4"], long, [[2.0] * len(long)], "speed"):
+    for figure in ratio_map_twice(Ratios(["int4"], long, [[2.0] * len(long)], "speed")):
         assert {label.get_rotation() for axis in figure.axes[:2] for label in axis.get_xticklabels()} >= {
             ratio_maps.SLANT
         }
-    _, narrow = ratio_map_twice(["int4 g128, prepared and frozen"], ["1"], [[2.0]], "speed", end=16.0)
+    _, narrow = ratio_map_twice(Ratios(["int4 g128, prepared and frozen"], ["1"], [[2.0]], "speed", end=16.0))
     assert {label.get_rotation() for label in narrow.axes[0].get_xticklabels()} == {0.0}
     assert "\n" in narrow.axes[0].get_yticklabels()[0].get_text()
 

@@ -113,7 +113,7 @@ def test_pages_say_which_lines_are_of_other_kernels():
     assert note([ROW, again]).endswith("; 1 of 2 lines with another kernel than is chosen today")
     assert note([ROW]).endswith("; by the kernels that are chosen today")
     silent = replace(ROW, kernel="", setting="2")
-    assert note([ROW, silent]).endswith("; 1 of 2 lines without the name of a kernel: today's may differ")
+    assert note([ROW, silent]).endswith("; 1 of 2 lines do not say by which kernel; today's may be another")
     peers = [replace(silent, method=name) for name in ("bfloat16", "torchao int8wo", "transformers' cache")]
     others = [
         replace(silent, device="cpu"),

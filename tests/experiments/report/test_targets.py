@@ -59,7 +59,7 @@ def test_a_note_says_whether_kernels_are_those_of_today():
     assert note([same, slow]) == f"{at}; 1 of 2 lines with another kernel than is chosen today"
     assert (
         note([replace(same, kernel="fused")])
-        == f"{at}; 1 of 1 lines without the name of a kernel: today's may differ"
+        == f"{at}; 1 of 1 lines do not say by which kernel; today's may be another"
     )
 
 

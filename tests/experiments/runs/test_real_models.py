@@ -159,7 +159,7 @@ def test_ones_own_text_is_evaluated_on_whole_where_nothing_trains_on_it(tmp_path
     assert text.name.startswith("own.txt-")
     own = OwnText.of(tmp_path / "own.txt")
     texts = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
-    assert (texts[0].name, len(texts[0].documents[0])) == ("own-held-out", 25)
+    assert (texts[0].name, len(texts[0].documents[0])) == ("own.txt-held-out", 25)
     run.check_asked(["ptq"], run.RealModels(models=("m",), own_text=own), ())
     own = OwnText.of(tmp_path / "own.txt", alone=True)
     (text,) = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))

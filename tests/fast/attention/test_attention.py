@@ -145,6 +145,32 @@ def test_scores_of_minus_infinity_alone(name, softcap):
     assert torch.equal(y, expected)
 
 
+def test_an_eager_call_goes_past_the_operators():
+    """A mode, a tracer or a gradient sees operators; nothing else does, which take the host longer than the launches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names += (func.name(),)
+            return func(*args, **(kwargs or {}))
+
+    keys, values, length = cache("fp8")
+    q = torch.randn(2, 4, 1, 64).bfloat16()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = attention(q, keys, values, length)
+        append_(keys, values, *torch.randn(2, 2, 2, 1, 64).bfloat16(), length)
+    assert not [one.name for one in profile.events() if one.name.startswith("ao_lab::")]
+    length.sub_(1)
+    with Seen() as mode:
+        assert torch.equal(attention(q, keys, values, length), y)
+        append_(keys, values, *torch.randn(2, 2, 2, 1, 64).bfloat16(), length)
+    assert [one for one in mode.names if one.startswith("ao_lab::")] == [
+        "ao_lab::cached_attention", "ao_lab::append_tokens_"
+    ]  # fmt: skip
+
+
 def test_written_one_by_one():
     """The codes of a token do not depend on the tokens beside it."""
     keys, values, length = cache("int4_tokens")

@@ -11,10 +11,12 @@ import ao_lab.jax
 import fast
 import reference
 from ao_lab.cli.app import main
+from ao_lab.kv_cache.recipe import recipe_of
 from ao_lab.testing import assert_same_bits, fill
 from experiments.harness.registry import EXPERIMENTS
 from reference import FORMATS
 from reference.arrays.namespace import LISTED, lookup, spelled
+from reference.attention.quantized import attention_recipe_of
 from tests.support.refusals import refused
 
 SPELLINGS = {
@@ -71,6 +73,21 @@ def test_sparse_products():
 def test_short_names_of_floats_find_the_long_ones():
     with pytest.raises(ValueError, match="the nearest are float4_e2m1fn"):
         lookup("fp4", FORMATS, "format")
+
+
+def test_refused_names_are_told_with_the_nearest():
+    """By the helper that refuses for them, or by `and_nearest`."""
+    model, files = torch.nn.Sequential(torch.nn.Linear(64, 32)), {"layout": "compresed-tensors"}
+    for nearest, call, *args in (
+        ("bfloat16", reference.dequantize, Q, "bflaot16"),
+        ("rowwise", ao_lab.convert_for_training_, model, "rowise"),
+        ("fp8", attention_recipe_of, "fp9"),
+        ("fp8", recipe_of, "FP9"),
+        ("wanda", ao_lab.SparsityConfig, "2:4", "wnda"),
+        ("compressed-tensors", lambda: ao_lab.save_pretrained(model, "x", **files)),
+    ):
+        with pytest.raises(ValueError, match=f"; the nearest is {nearest}(;|$)"):
+            call(*args)
 
 
 @pytest.mark.parametrize("what", LISTED)

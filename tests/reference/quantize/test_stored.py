@@ -35,6 +35,16 @@ from tests.support.refusals import refused
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (256, 8), (300, 17), (16, 64), (640, 3)]
 
 
+def test_numpy_makes_no_array_of_one_object():
+    for convert in (np.asarray, np.array):
+        refused(
+            TypeError,
+            r"a Quantized is no array: dequantize\(q\)",
+            convert,
+            quantize(np.ones((4, 96), "f4"), "mxfp8_e4m3"),
+        )
+
+
 def test_what_is_printed_is_no_values():
     x = np.ones((4, 96), np.float32)
     said = "Quantized(mxfp8_e4m3, shape (4, 96), codes uint8, scale (4, 3) uint8, 8.25 bits/element)"

@@ -134,59 +134,6 @@ def test_a_target_that_is_left_out_is_the_elements_limit(scheme):
     refused(ValueError, "an outer scale has a target", replace, SCHEMES["nvfp4"], outer=outer)
 
 
-def test_a_target_that_saturates_is_registered_only_where_it_is_meant(scheme):
-    """A record that has it is made all the same: recipes of training hold such ones."""
-    for name, target in (("mxfp8_e4m3", 449.0), ("int8_rowwise", 127.6), ("int4_g32_asymmetric", 15.1)):
-        made = replace(SCHEMES[name], name="beyond", scale=replace(SCHEMES[name].scale, target=target))
-        refused(ValueError, f"target {target:g} of beyond is beyond", register, made)
-        assert "beyond" not in SCHEMES
-    assert register(replace(made, deviations=("saturates",))).scale.target == target
-
-
-@pytest.mark.parametrize("statistic", ["absmax", "minmax_split"])
-def test_zero_points_stand_beside_a_range_or_are_meant(scheme, statistic):
-    """Beside a largest magnitude values of one sign are lost; with the statistic that the message names none are."""
-    made = replace(SCHEMES["int4_g32"], name="lost", zero=Zero(), scale=Scale(block=32, statistic=statistic))
-    refused(ValueError, "most values of one sign are lost.*statistic='minmax_with_zero'", register, made)
-    assert "lost" not in SCHEMES
-    assert register(replace(made, deviations=("one sign is lost",))).zero == Zero()
-    kept = register(replace(made, name="kept", scale=Scale(block=32, statistic="minmax_with_zero")))
-    assert (np.sign(reference.fake_quantize(X, kept)) * np.sign(X) >= 0).all()
-
-
-def test_scales_of_8_bits_have_an_outer_scale_or_are_meant(scheme):
-    """Without one they saturate, or make all elements 0; the outer scale that the message names is right."""
-    narrow = replace(
-        SCHEMES["mxfp8_e4m3"], name="narrow", scale=replace(SCHEMES["nvfp4"].scale, target=448.0)
-    )
-    refused(
-        ValueError,
-        "float8_e4m3fn, which ends at 448, without an outer scale.*target=200704",
-        register,
-        narrow,
-    )
-    assert "narrow" not in SCHEMES
-    outer = Scale(block="tensor", statistic="absmax_elements", target=200704)
-    register(replace(narrow, name="with_outer", outer=outer))
-    assert register(replace(narrow, deviations=("saturates",))).outer is None
-    got = reference.fake_quantize(X * np.float32(1e6), "with_outer")
-    assert np.allclose(got, X * 1e6, rtol=0.07, atol=1e3)
-
-
-def test_ratios_are_no_powers_of_two_unless_that_is_meant(scheme):
-    """Rounded to the nearest power, scales are too small for half of the blocks; the rule that the message names is not."""
-    near = replace(
-        SCHEMES["mxfp8_e4m3"], name="near", scale=replace(SCHEMES["mxfp8_e4m3"].scale, rule="ratio")
-    )
-    x = np.full((1, 32), 576, np.float32)
-    assert np.all(reference.fake_quantize(x, near) == 448)
-    refused(ValueError, "nearest power of two.*rule='rceil'", register, near)
-    assert "near" not in SCHEMES
-    made = register(replace(near, scale=replace(near.scale, rule="rceil")))
-    assert np.all(reference.fake_quantize(x, made) == x)
-    assert register(replace(near, name="meant", deviations=("saturates",))).scale.rule == "ratio"
-
-
 def test_elements_of_six_exponent_bits_have_a_target(scheme):
     """Their largest value is beyond 2**20, the largest target."""
     wide = register(Format(name="wide", kind="float", bits=8, exponent_bits=6, mantissa_bits=1))

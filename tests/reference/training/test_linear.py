@@ -381,7 +381,7 @@ def test_errors():
         (lambda: training_linear(x, w[0], "mxfp8"), ValueError, "got shapes"),
         (lambda: training_linear(x, w.astype(np.float16), "mxfp8"), TypeError, "one dtype, got float32 and float16"),
         (lambda: training_linear(x.astype(np.int32), w, "mxfp8"), TypeError, "training_linear takes float32"),
-        (lambda: training_linear(x, w, "fp8"), ValueError, "unknown recipe 'fp8'; there are bf16, tensorwise, rowwise"),
+        (lambda: training_linear(x, w, "fp8"), ValueError, "unknown recipe 'fp8'; the nearest is mxfp8; there are"),
         (lambda: training_linear(x, w, "mxfp8", x[0]), ValueError, r"bias has shape \(96,\), the weight asks for \(64,\)"),
         (lambda: training_linear(x, w, "mxfp8", accumulation="fast"), ValueError, "accumulation is one of exact, recipe"),
         (lambda: training_linear_vjp(g[:, :-1], x, w, "mxfp8"), ValueError, r"shape of the output, \(32, 64\), got"),

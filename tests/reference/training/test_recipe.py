@@ -319,7 +319,12 @@ def test_names_and_records():
     own = Recipe(name="own")
     assert recipe_of(own) is own
     assert repr(own) == "Recipe(own)"
-    refused(ValueError, r"unknown recipe 'mxfp9'; there are bf16, tensorwise, .*nvfp4", recipe_of, "mxfp9")
+    refused(
+        ValueError,
+        r"unknown recipe 'mxfp9'; the nearest is mxfp8; there are bf16, tensorwise, .*nvfp4",
+        recipe_of,
+        "mxfp9",
+    )
     refused(TypeError, "given by name or as a record", recipe_of, 8)
 
 

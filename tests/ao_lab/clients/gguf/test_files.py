@@ -215,6 +215,13 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_a_missing_folder_is_not_made(tmp_path):
+    for write in (ao_lab.save_gguf, lambda model, path: ao_lab.export_onnx(model, (), path)):
+        with pytest.raises(ValueError, match="new is no folder, so model"):
+            write(torch.nn.Identity(), tmp_path / "new" / "model.bin")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_said_is_refused_and_nothing_is_written(case, tmp_path):
     make, message = REFUSED[case]

@@ -7,7 +7,7 @@ import reference
 
 plot = pytest.importorskip("ao_lab.plot", exc_type=ImportError)
 pytest.importorskip("matplotlib")
-formats = pytest.importorskip("ao_lab.plot.formats")
+formats = pytest.importorskip("ao_lab.plot.number_lines")
 
 
 def marks(figure, number=0):
@@ -17,7 +17,7 @@ def marks(figure, number=0):
 
 
 def test_values_are_all_finite_ones_of_the_record():
-    figure = plot.values("float4_e2m1fn")
+    figure = plot.formats("float4_e2m1fn")  # `values` by the name of what it draws
     assert marks(figure).tolist() == sorted({*reference.FORMATS["float4_e2m1fn"].values.tolist()})
     assert {float(one.get_text()) for one in figure.axes[0].texts} == set(marks(figure).tolist())
     assert "(before any scale)" in figure.axes[0].get_xlabel()

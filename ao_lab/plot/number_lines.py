@@ -65,6 +65,10 @@ def values(
     return figure
 
 
+#: By the name of what it draws, as `schemes` is.
+formats = values
+
+
 def narrow(fmt: str | Format) -> Format:
     """The record of a format of up to 8 bits; ValueError for others."""
     with wrong_input():
