@@ -1,6 +1,6 @@
 """Greedy decoding of a transformers model without its `generate()`: a token is one compiled program in one CUDA graph.
 
-    decoding = ao_lab.GreedyDecoding(model, max_length=131072, kv_cache="fp8")
+    decoding = ao_lab.GreedyDecoding(model, max_length=131072, kv_cache="int8")
     tokens = decoding.generate(input_ids, max_new_tokens=256)
 
 `generate()` prepares every token on the host. Here tokens, how many there are, and keys and values stay on the device at

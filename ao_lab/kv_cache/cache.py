@@ -1,6 +1,6 @@
 """`KVCache` for the cache of transformers' `generate()`, and `use_kv_cache_`, after which nothing has to be passed.
 
-    ao_lab.use_kv_cache_(model, "fp8")
+    ao_lab.use_kv_cache_(model, "int8")
     model.generate(**inputs, max_new_tokens=64)
 
 transformers creates the cache of a call in `_prepare_cache_for_generation`; the call above puts a function of that name beside
@@ -51,7 +51,7 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
     def __init__(
         self,
         model: Any,
-        recipe: Any = "fp8",
+        recipe: Any = "int8",
         max_length: int = 4096,
         *,
         cross: bool = False,
@@ -122,7 +122,7 @@ def scales_by_layer(model: Any, recipe: KVRecipe, cross: bool = False) -> dict[i
     if cross or not found or set(numbered) != set(range(count)):
         raise ValueError(
             f"static scales are of all self-attention layers, and {type(model).__name__} has them for {len(numbered)} of "
-            f"{count}{' besides cross attention' * cross}; pass the model itself, calibrated with StaticKV, or use 'fp8'"
+            f"{count}{' besides cross attention' * cross}; pass the model itself, calibrated with StaticKV, or use 'int8'"
         )
     return numbered
 
@@ -189,7 +189,7 @@ class KVCacheSettings:
         )
 
 
-def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
+def use_kv_cache_(model: Any, recipe: Any = "int8") -> KVCacheSettings | None:
     """Let a transformers model's `generate()` store its KV cache by a recipe, in place; returns what was set.
 
     recipe: a `KVRecipe`, a name of `RECIPES`, "calibrated" for static scales from calibration (`StaticKV`) or from a folder's

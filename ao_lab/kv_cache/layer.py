@@ -108,7 +108,7 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
             if scale.numel() not in (1, self.num_heads):
                 raise ValueError(
                     f"static scales of {scale.numel()} heads do not fit {self.num_heads} key heads of this layer; calibrate "
-                    "this model with StaticKV, or use a recipe that takes scales of each token, as 'fp8'"
+                    "this model with StaticKV, or use a recipe that takes scales of each token, as 'int8'"
                 )
         return scales
 

@@ -8,6 +8,6 @@ EXPERIMENT = Experiment(
     real=True,
     parts=(
         "sums", "needle", "models", "speed", "generate", "generate_long", "step", "bfloat16", "fp8", "fp8_residual", "int8",
-        "int4", "int4_tokens", "mxfp8", "mxfp4", "nvfp4", "nf4", "int2",
+        "int8_channels", "int4", "int4_tokens", "mxfp8", "mxfp4", "nvfp4", "nf4", "int2",
     ),
 )  # fmt: skip

@@ -229,6 +229,18 @@ def test_undone(model):
     assert vars(ours).keys() == vars(model).keys()
 
 
+def test_default_recipe(model):
+    """Of the recipes of 8 bits that round every token it is the one whose keys err least, those of a biased channel too."""
+    keys = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    keys[..., 3] += 8
+    errors = {
+        name: float((fast.dequantize(fast.quantize(keys, RECIPES[name].key)) - keys).norm())
+        for name in ("fp8", "int8", "mxfp8")
+    }
+    best = RECIPES[min(errors, key=errors.__getitem__)]
+    assert ao_lab.use_kv_cache_(copy.deepcopy(model)).recipe == ao_lab.KVCache(model).recipe == best
+
+
 def test_prepared_and_explained(model):
     """By `prepare_for_generate_`; `explain` says it."""
     ours = copy.deepcopy(model)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits writes sweep variants]
         [--sizes 64x8192 1x32768] [--seconds 60] [--out FOLDER]
-        [--kinds value fp8 fp8_residual int8 int4 int4_tokens int4_plain int4_g64]
+        [--kinds value fp8 fp8_residual int8 int8_channels int4 int4_tokens int4_plain int4_g64]
 
 Kinds are recipes (int4: keys by channel, first and last tokens as computed; int4_tokens: a scale a token, and these), "value",
 and schemes alone (int4_plain, int4_g64). writes: codes, scales and tokens as computed after a prompt and tokens one by one, the
@@ -41,7 +41,8 @@ from tests.gpu.harness.timing import captured, elapsed
 from tests.support.zero_points import RAISED, zero_values
 
 KINDS: dict[str, KVRecipe] = {
-    "value": RECIPES["bfloat16"], **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int4", "int4_tokens")},
+    "value": RECIPES["bfloat16"],
+    **{name: RECIPES[name] for name in ("fp8", "fp8_residual", "int8", "int8_channels", "int4", "int4_tokens")},
     "int4_plain": KVRecipe(key=INT4, value=INT4), "int4_g64": KVRecipe(key="int4_g64", value="int4_g64"),
 }  # fmt: skip
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -156,6 +157,7 @@ TILES = {
     "value": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4)],
     "fp8": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (64, 2, 3), (128, 8, 2)],
     "int8": [(64, 4, 3), (128, 4, 2), (64, 2, 3)],
+    "int8_channels": [(64, 4, 2), (64, 4, 3), (64, 2, 3)],
     "int4_plain": [(64, 4, 3), (128, 4, 2), (128, 4, 3), (64, 2, 3), (64, 4, 4)],
     "int4_tokens": [(64, 4, 3), (128, 4, 2), (128, 4, 3)],
     "int4": [(64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 4, 4)],

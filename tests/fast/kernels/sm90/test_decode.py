@@ -24,7 +24,6 @@ from tests.support.zero_points import RAISED, zero_values
 
 PLAIN4 = KVRecipe(key=INT4, value=INT4)
 OPEN = KVRecipe(key="int4_g32_asymmetric", key_axis=-2, value=INT4, residual=8, sinks=3)
-CHANNELS8 = KVRecipe(key="int8_g64_asymmetric", key_axis=-2, value="int8_rowwise")
 #: Recipe, sequences, heads, key heads, width, room, tokens, masked, parts, dtype.
 CASES = {
     "values": ("bfloat16", 1, 4, 1, 128, 96, 77, True, 1, torch.bfloat16),
@@ -37,7 +36,7 @@ CASES = {
     "open, short": (OPEN, 1, 4, 1, 64, 96, 40, False, 2, torch.bfloat16),
     "short": ("int4_tokens", 1, 1, 1, 64, 96, 41, False, 2, torch.float16),
     "fp8 window": ("fp8_residual", 1, 2, 1, 64, 160, 130, False, 1, torch.bfloat16),
-    "int8 channels": (CHANNELS8, 1, 2, 1, 64, 256, 200, False, 1, torch.bfloat16),
+    "int8 channels": ("int8_channels", 1, 2, 1, 64, 256, 200, False, 1, torch.bfloat16),
     "a head": ("fp8 head", 1, 4, 2, 64, 96, 77, False, 1, torch.bfloat16),
     "a tensor": ("int8 tensor", 1, 4, 2, 128, 96, 77, False, 1, torch.bfloat16),
     "fp8 masked": ("fp8", 2, 4, 2, 64, 96, 77, True, 1, torch.bfloat16),
