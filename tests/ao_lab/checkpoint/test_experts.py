@@ -28,6 +28,7 @@ from ao_lab.cli.app import main
 from ao_lab.config.recipe import Recipe, named
 from tests.ao_lab.checkpoint.formats.folders.published_layouts import FP8, deepseek, write
 from tests.support.models.expert_models import MODELS, TOKENS, model_of, saved
+from tests.support.models.torch_products import by_torch
 
 # Mixtures of experts through `ao-lab quantize` and `save_pretrained`: plain transformers computes what our model computes.
 
@@ -46,7 +47,7 @@ def plain(folder, **given):
 
 def logits(model):
     with torch.no_grad():
-        return model(TOKENS).logits
+        return by_torch(model)(TOKENS).logits
 
 
 def same_state(a, b):

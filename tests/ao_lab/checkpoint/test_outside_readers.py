@@ -256,4 +256,5 @@ def test_products_of_codes_and_the_readers_product(weight, inputs, dtype):
     theirs = nn.functional.linear(fast.fake_quantize(x, inputs), auto.dequantize(dtype))
     assert bool(((ours.double() - exact).abs() <= sums * (wide * (1 + u) - 1)).all())
     assert bool(((theirs.double() - exact).abs() <= sums * (wide * (1 + u) ** 3 - 1)).all())
-    assert dtype == torch.float32 or not torch.equal(ours, theirs)
+    # On a CPU integers alone are multiplied as codes; 8-bit floats are rounded to the dtype, as the client does.
+    assert dtype == torch.float32 or torch.equal(ours, theirs) == weight.startswith("fp8")

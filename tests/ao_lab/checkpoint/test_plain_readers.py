@@ -27,6 +27,7 @@ from ao_lab.config.recipe import Recipe, named
 from tests.ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
 from tests.ao_lab.config.test_every_config import ARGUMENTS
 from tests.ao_lab.quantization.test_models import MODELS
+from tests.support.models.torch_products import by_torch
 
 # Layers whose inputs have two axes: transformers finds one scale for all their tokens, unless groups as long as a row have one.
 
@@ -325,7 +326,7 @@ def test_the_encoder_is_read_before_the_model_as_a_whole_is_called(tmp_path):
         theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / scheme)
         if inputs is not None:
             theirs(x, decoder_input_ids=torch.tensor([[4]]))
-        wanted, found = (one.get_encoder()(x).last_hidden_state for one in (model, theirs))
+        wanted, found = (one.get_encoder()(x).last_hidden_state for one in (by_torch(model), theirs))
         assert torch.equal(wanted, found)
 
 

@@ -18,6 +18,7 @@ from tests.ao_lab.checkpoint.formats.folders.published_layouts import (
     gptq_layer,
 )
 from tests.support.models.hf_models import save_llama
+from tests.support.models.torch_products import by_torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -202,7 +203,7 @@ def test_outputs_are_those_of_the_dense_weights(method, tmp_path):
     assert set(weights) == {name for name in state if name.endswith("_proj.weight")}
     assert all(torch.equal(w.dequantize(), state[name]) for name, w in weights.items())
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, dense(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, dense(TOKENS).logits)
 
 
 @pytest.mark.parametrize("method", CONFIGS)

@@ -14,6 +14,7 @@ import ao_lab
 from ao_lab import QuantizedTensor, load_pretrained, save_pretrained
 from tests.ao_lab.checkpoint.formats.folders.published_layouts import FP8, deepseek, fp8_parts, gpt_oss, write
 from tests.support.models.expert_models import TOKENS, model_of
+from tests.support.models.torch_products import by_torch
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 UE8M0 = {**FP8, "scale_fmt": "ue8m0"}
@@ -58,7 +59,7 @@ def test_weights_and_outputs_are_those_of_transformers(tmp_path, theirs, kind, n
         mine = state[key].dequantize() if isinstance(state[key], QuantizedTensor) else state[key]
         assert torch.equal(mine, dense), key
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
@@ -68,7 +69,7 @@ def test_every_way_of_multiplying(tmp_path, theirs, way):
     for one in (model, expected):
         one.set_experts_implementation(way)
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
@@ -264,7 +265,7 @@ def test_mxfp4_weights_and_outputs_are_those_of_transformers(folder):
         mine = model.state_dict()[name]
         assert torch.equal(mine.dequantize() if name in found else mine, dense), name
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
@@ -274,7 +275,7 @@ def test_mxfp4_every_way_of_multiplying(folder, way):
     for one in (model, expected):
         one.set_experts_implementation(way)
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
