@@ -64,7 +64,7 @@ def run_experiments(
         more = for_real_models(names, real, only, seconds)
     given = {} if corpus is None else other_text(names, *corpus)
     more |= {**given, **shared(names, workers), "changed": changed}
-    folders = paths(reports)
+    folders = paths(reports, own=real is not None)
     LOST.clear()
     NOTHING.clear()
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
@@ -513,9 +513,10 @@ def show_ledger(changes: list[str]) -> None:
         say(line)
 
 
-def paths(reports: Path | None = None) -> Paths:
-    """Where a run writes, `reports` instead of its default; WrongInput where that cannot be written."""
-    folders = Paths.default(reports)
+def paths(reports: Path | None = None, *, own: bool = False) -> Paths:
+    """Where a run writes, `reports` instead of its default, which is another for a user's own models; WrongInput where that
+    cannot be written."""
+    folders = Paths.default(reports, own=own)
     check_writable(folders.reports, "the folder of reports")
     check_writable(folders.cache, "the cache (AO_LAB_CACHE names another)")
     return folders

@@ -84,14 +84,16 @@ class Paths:
     reports: Path
 
     @classmethod
-    def default(cls, reports: Path | None = None) -> Paths:
-        """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
+    def default(cls, reports: Path | None = None, *, own: bool = False) -> Paths:
+        """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder; own:
+        of a user's own models alone, which do not belong among the clone's committed results, in the clone `own_reports/`.
         $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches (`fast.user_cache.cache_folder`)."""
         chosen, clone = reports or os.environ.get("AO_LAB_REPORTS"), is_clone()
+        name = "own_reports" if own and clone else "reports"
         in_clone = clone and not os.environ.get("AO_LAB_CACHE")
         return cls(
             cache=ROOT / ".cache" / "ao_lab" if in_clone else user_cache(),
-            reports=Path(chosen) if chosen else (ROOT if clone else Path.cwd()) / "reports",
+            reports=Path(chosen) if chosen else (ROOT if clone else Path.cwd()) / name,
         )
 
     @contextmanager

@@ -86,10 +86,13 @@ def test_reports_and_cache_lie_in_the_clone_or_with_the_user(tmp_path, monkeypat
     for name in ("AO_LAB_CACHE", "AO_LAB_REPORTS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert Paths.default() == Paths(ROOT / ".cache" / "ao_lab", ROOT / "reports")
+    # What is committed under reports/ is not a user's.
+    assert Paths.default(own=True) == Paths(ROOT / ".cache" / "ao_lab", ROOT / "own_reports")
     monkeypatch.setattr("experiments.harness.paths.is_clone", lambda: False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert Paths.default() == Paths(tmp_path / "home" / ".cache" / "ao_lab", tmp_path / "reports")
+    for own in (False, True):
+        assert Paths.default(own=own) == Paths(tmp_path / "home" / ".cache" / "ao_lab", tmp_path / "reports")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("AO_LAB_REPORTS", str(tmp_path / "r"))
     assert Paths.default() == Paths(tmp_path / "xdg" / "ao_lab", tmp_path / "r")
