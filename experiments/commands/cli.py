@@ -137,7 +137,7 @@ def reproduce(
     reports: Annotated[
         Path | None,
         typer.Option(
-            help="Output folder. Default: $AO_LAB_REPORTS, else reports/ of the clone (with --model own_reports/), else ./reports."
+            help="Output folder. Default: $AO_LAB_REPORTS, else reports/ of the clone (--model: own_reports/), else ./reports."
         ),
     ] = None,
     corpus: Corpus = "sympy",

@@ -85,8 +85,8 @@ class Paths:
 
     @classmethod
     def default(cls, reports: Path | None = None, *, own: bool = False) -> Paths:
-        """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder; own:
-        of a user's own models alone, which do not belong among the clone's committed results, in the clone `own_reports/`.
+        """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
+        own: of a user's own models alone, which do not belong among the committed results: in the clone `own_reports/`.
         $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches (`fast.user_cache.cache_folder`)."""
         chosen, clone = reports or os.environ.get("AO_LAB_REPORTS"), is_clone()
         name = "own_reports" if own and clone else "reports"
