@@ -44,6 +44,7 @@ from ao_lab.checkpoint.formats import quantization_of, records_of, tell
 from ao_lab.checkpoint.io.files import refuse_file, refuse_folders, staged
 from ao_lab.checkpoint.io.shards import (
     Tensors,
+    has_weights,
     look_at,
     remove_others,
     weight_paths,
@@ -144,7 +145,8 @@ def save_pretrained(
 
     ValueError for a model without quantized weights, for an unfinished one (layers prepared for QAT, adapters, observers,
     parametrizations, an interrupted `quantize_`), for a generation_config that transformers could not load, and if
-    layout="compressed-tensors" cannot store the model. Nothing has been written then. If writing fails (OSError), earlier files
+    layout="compressed-tensors" cannot store the model, and for the folder of the unquantized model that this one was read from,
+    whose weights would be lost. Nothing has been written then. If writing fails (OSError), earlier files
     of the folder are unchanged.
     """
     saved = write_model(model, Path(directory), layout, config, max_shard_bytes, None, base_model, tokenizer)
@@ -191,6 +193,7 @@ def write_model(
     check_model(model)
     refuse_file(folder)
     model = unwrapped(model)
+    _refuse_source(model, folder)
     check_finished(model)
     check_quantized(model, "model.save_pretrained saves")
     if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
@@ -228,6 +231,18 @@ def write_model(
     LOG.info("saved %s: layout %s, %d bytes of weights in %d files", folder, used, size, len(files))
     every = (*files, folder / CONFIG, *more, *(folder / path.name for path in added))
     return Saved(used, every, size, tuple(reasons), tuple(stored.limits), stored.bits())
+
+
+def _refuse_source(model: nn.Module, folder: Path) -> None:
+    """ValueError for the folder that a transformers model was read from, where its weights are not quantized."""
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not source or not has_weights(folder) or Path(source).resolve() != folder.resolve():
+        return
+    if "quantization_config" not in json.loads((folder / CONFIG).read_text()):
+        raise ValueError(
+            f"{folder} has the unquantized weights that this model was read from, which would be lost; save to another folder, "
+            f"or delete its weights before"
+        )
 
 
 def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:

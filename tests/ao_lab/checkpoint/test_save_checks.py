@@ -16,6 +16,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
+from tests.support.models.hf_models import save_llama
 
 CONFIG = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
 #: Of torch.compile's own imports.
@@ -265,3 +266,19 @@ def test_extra_states(tmp_path):
     )
     with pytest.raises(ValueError, match=r"0\._extra_state of the model are no tensors"):
         load_pretrained(tmp_path / "ao_lab", other)
+
+
+def test_the_folder_of_the_unquantized_model(tmp_path):
+    """It keeps its weights; a quantized model goes over itself, and over what was cleared."""
+    transformers = pytest.importorskip("transformers")
+    save_llama(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    quantize_(model, CONFIG)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"unquantized weights that this model was read from.*another folder"):
+        save_pretrained(model, str(tmp_path))
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    (tmp_path / "model.safetensors").unlink()
+    for _ in range(2):
+        save_pretrained(model, tmp_path)
+    save_pretrained(load_pretrained(tmp_path), tmp_path)
