@@ -79,7 +79,7 @@ def four_bits(rows: Rows) -> Asked:
             for one in both_forms(rows["generate"], 1)
         ),
         *lean(rows["decode"]),
-        *small_model(rows["calibration"]),
+        *small_models(rows["calibration"]),
         *published(),
     ]
     missing = (
@@ -114,7 +114,8 @@ def both_forms(rows: Sequence[Row], *batches: int) -> list[str]:
             speeds = {one: results.value(f"batch {one}, {COMPILED}", method, SPEED) for one in batches}
             known = [f"{speed:.2f} at batch {one}" for one, speed in speeds.items() if speed is not None]
             told += [f"{form} {', '.join(known)}"] if known else []
-        said += [f"{where}: {'; '.join(told)}."] if told else []
+        day = results.day(f"batch {batches[0]}, {COMPILED}", next(iter(FORMS.values())))
+        said += [f"{where}{f', {day}' if day else ''}: {'; '.join(told)}."] if told else []
     return said
 
 
@@ -123,10 +124,11 @@ def lean(rows: Sequence[Row]) -> list[str]:
     where, results = last(rows, "decode")
     page = pages("decode")
     return numbers(
-        "The lean loop has no groups of 128. What it has, batch 1, Llama-3.1-8B's shapes, {device}, times the fastest "
+        "The lean loop has no groups of 128. What it has, batch 1, Llama-3.1-8B's shapes, {device}, {day}, times the fastest "
         "bfloat16: INT4 in groups of 64 with zero points in bfloat16 {int4:.2f} (linear layers {int4_size:.2f} GB for "
         "{dense:.2f}), NVFP4 {nvfp4:.2f} ({nvfp4_size:.2f} GB).",
         device=device_name(where.device),
+        day=results.day(page.OURS, "nvfp4wo") or None,
         int4=page.over_fastest(results, page.OURS, "int4wo-64"),
         nvfp4=page.over_fastest(results, page.OURS, "nvfp4wo"),
         int4_size=results.value(page.OURS, "int4wo-64", page.SIZE),
@@ -145,20 +147,39 @@ def unmeasured_groups(rows: Sequence[Row]) -> str:
     )
 
 
-def small_model(rows: Sequence[Row]) -> list[str]:
-    """What rounding loses and methods leave, in the one trained model of the page."""
-    kind = next((row.table.split("/")[0] for row in rows if row.table.startswith("real ")), "")
-    where, results = last(rows, kind, TEXT) if kind else last([], "")
-    values = {
-        f"{short}_{name}": results.value(scheme, method, CHANGE)
-        for short, scheme in (("int", "int4_g64"), ("nv", "nvfp4"))
-        for name, method in (("plain", "rounding"), ("gptq", "gptq"))
-    }
-    return numbers(
-        f"Loss, {kind.removeprefix('real ')} ({where}), change of perplexity: symmetric INT4 in groups of 64 "
-        "{int_plain:+.1f}% rounded and {int_gptq:+.1f}% by GPTQ, NVFP4 {nv_plain:+.1f}% and {nv_gptq:+.1f}%.",
-        **values,
-    )
+#: Schemes and methods that are told of small models, by what answers call them.
+SMALL = {"int4_g128": "symmetric INT4 in groups of 128", "int4_g64": "symmetric INT4 in groups of 64", "nvfp4": "NVFP4"}
+METHODS = {
+    "rounding": "rounded",
+    "gptq": "GPTQ",
+    "awq + gptq": "AWQ and GPTQ",
+    "rotate + gptq": "Rotate and GPTQ",
+}
+
+
+def small_models(rows: Sequence[Row]) -> list[str]:
+    """What rounding loses and methods leave in trained models, a sentence for each; and by which method INT4 loses least."""
+    kinds = dict.fromkeys(row.table.split("/")[0] for row in rows if row.table.startswith("real "))
+    said, best = list[str](), list[str]()
+    for kind in kinds:
+        where, results = last(rows, kind, TEXT)
+        told = []
+        for scheme, name in SMALL.items():
+            found = {one: results.value(scheme, one, CHANGE) for one in METHODS}
+            known = {one: value for one, value in found.items() if value is not None}
+            if len(known) > 1:
+                told.append(
+                    f"{name} {', '.join(f'{METHODS[one]} {value:+.1f}%' for one, value in known.items())}"
+                )
+                best += [min(known, key=lambda one: known[one])] * (scheme != "nvfp4")
+        if told and where.scale == "full":
+            said.append(f"Change of perplexity, {kind.removeprefix('real ')} ({where}): {'; '.join(told)}.")
+    if said and set(best) == {"rotate + gptq"}:
+        said.append(
+            "In each of these models INT4 loses least by Rotate and GPTQ. `Rotate()` needs layout `ao_lab`; "
+            '`Rotate("offline")`, which any layout takes, was not measured.'
+        )
+    return said
 
 
 def published() -> list[str]:
@@ -215,6 +236,7 @@ def training(rows: Rows) -> Asked:
         if told
         else []
     )
+    said += [f"{one}." for one in pages("fp8_training").speeds_found(mine)]
     for metric, text in GAP_TEXTS.items():
         gap, half = (gaps.value(setting, "mxfp8", f"gap, {metric}{end}") for end in ("", ", 95% interval"))
         said += numbers(

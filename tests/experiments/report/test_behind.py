@@ -111,7 +111,7 @@ def test_answers_on_int4_name_the_form_of_each_number_and_take_those_of_zero_poi
         generated(8, "int4 g128, zero points", 1.3),
     ]
     found = asked.four_bits({**NOTHING, "generate": rows})
-    assert [one.partition("layers: ")[2] for one in found.said if "layers: " in one] == [
+    assert [one.partition("layers, ")[2].partition(": ")[2] for one in found.said if "layers, " in one] == [
         "symmetric 1.60 at batch 1.",
         "symmetric 1.40 at batch 1; with zero points 1.30 at batch 1.",
     ]
