@@ -148,7 +148,11 @@ def unmeasured_groups(rows: Sequence[Row]) -> str:
 
 
 #: Schemes and methods that are told of small models, by what answers call them.
-SMALL = {"int4_g128": "symmetric INT4 in groups of 128", "int4_g64": "symmetric INT4 in groups of 64", "nvfp4": "NVFP4"}
+SMALL = {
+    "int4_g128": "symmetric INT4 in groups of 128",
+    "int4_g64": "symmetric INT4 in groups of 64",
+    "nvfp4": "NVFP4",
+}
 METHODS = {
     "rounding": "rounded",
     "gptq": "GPTQ",

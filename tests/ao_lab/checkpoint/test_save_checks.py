@@ -275,7 +275,9 @@ def test_the_folder_of_the_unquantized_model(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     quantize_(model, CONFIG)
     before = (tmp_path / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"unquantized weights that this model was read from.*another folder"):
+    with pytest.raises(
+        ValueError, match=r"unquantized weights that this model was read from.*another folder"
+    ):
         save_pretrained(model, str(tmp_path))
     assert (tmp_path / "model.safetensors").read_bytes() == before
     (tmp_path / "model.safetensors").unlink()
