@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -73,7 +73,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
 
     def load() -> tuple[Values, Callable[[tuple[Case, str]], dict[str, Values]]]:
         here = prepared(settings, model, tables.watch)
-        add_dense(tables, here.bench)
+        add_dense(tables, here.bench, list(here.encoder.dense))
         return facts(here.bench), lambda task: measure(here, *task)
 
     tasks = {
@@ -91,6 +91,7 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
     watch.at("sequences")
     end = bench.tokenizer.sep_token_id or bench.tokenizer.eos_token_id
 
+    @cache
     def draw(seed: int) -> list[torch.Tensor]:
         count, batch = SEQUENCES[settings.scale], 8 * BATCH[settings.device]
         batches = batches_of(settings, model, LENGTH, count, seed, batch)

@@ -10,8 +10,8 @@ Seconds and memory at the shapes of large models are parts of their own (`experi
 moves: `--only draws` measures DRAWS paired seeds of what is drawn, the sequences that methods see and AutoRound's order of
 batches, each seed the same sequences for all methods. Rotations draw nothing: their signs are those of the record.
 
-Rounding is measured first in each scheme, since all others are compared with it window by window; a resumed run measures it
-again. What a method does not take (its mathematics has no meaning in a scheme) is a row that says why.
+Rounding is measured first in each scheme, since all others are compared with it window by window; a run that was stopped keeps
+what they need of it. What a method does not take (its mathematics has no meaning in a scheme) is a row that says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ from ao_lab.quantization.groups import told_elsewhere
 from experiments.calibration import choice, shapes
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
-from experiments.calibration.unfinished import KeptChoices, Unfinished
+from experiments.calibration.unfinished import KeptChoices, KeptRounding, Unfinished
 from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
-from experiments.harness.rows import Journal, Row
+from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import (
     MODEL,
     REAL,
@@ -287,7 +288,7 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
 
     def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
         here = prepared(settings, model, tables.watch)
-        add_dense(tables, here.bench)
+        add_dense(tables, here.bench, [windows.text.name for windows in here.bench.windows])
         return facts(here.bench), lambda task: measure(here.with_seed(task[2]), task[0], task[1])
 
     tasks = {Place(case.setting, arm, seed): (case, arm, seed) for case, arm, seed in tasks_of_run(settings)}
@@ -296,6 +297,8 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     failed = tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
     if any(case.budget is not None for case, _, _ in tasks.values()):
         kept_choices(settings, model).measured(failed)
+    for case in dict.fromkeys(case for case, _, _ in tasks.values()):
+        KeptRounding.of(settings, model, case).measured(failed)
     return failed
 
 
@@ -331,10 +334,13 @@ def drawn(settings: Settings) -> list[tuple[Case, str]]:
 
 
 @torch.no_grad()
-def add_dense(tables: Tables, bench: AnyBench) -> None:
-    """Rows of the model as it is: its size, and what it does, by the data."""
-    tables.watch.at(bench.baseline)
+def add_dense(tables: Tables, bench: AnyBench, data_of_tables: Sequence[str]) -> None:
+    """Rows of the model as it is: its size, and what it does, by the data; nothing where the journal has them."""
     place = Place(WEIGHTS, bench.baseline, tables.settings.seed)
+    names = [table_name(tables.kind, tables.settings.scale, data) for data in (MODEL, *data_of_tables)]
+    if all(tables.journal.finished(name, *place) for name in names):
+        return
+    tables.watch.at(bench.baseline)
     for data, values in {MODEL: sizes(bench.base), **bench.results(bench.base)}.items():
         tables.journal.add(tables.rows(data, place, {**values, **status("ok")}))
 
@@ -344,6 +350,7 @@ def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -
     length, count, batch = TOKENS[settings.scale], SEQUENCES[settings.scale], BATCH[settings.device]
     watch = watch or Watch(Deadline(None))
 
+    @cache
     def draw(seed: int) -> list[torch.Tensor]:
         return batches_of(settings, model, length, count, seed, batch)
 
@@ -363,7 +370,7 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
 
     def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
-            round_first(here, case, kept)
+            measure_rounding(here, case)
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
             here.watch.at(windows.text.name)
@@ -373,6 +380,8 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
             if case.budget is not None:
                 shares |= over_choice(here, case, arm, windows, sums)
             found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
+        if arm == ROUNDING:
+            keep_rounding(here, case)
         return {**values, **harness_values(here.settings, here.bench.model, model)}
 
     found = by_data(work)
@@ -440,27 +449,31 @@ def methods_of(arm: str, seed: int = 0) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def round_first(here: Run, case: Case, kept: Unfinished | None) -> None:
-    """What rounding does in a scheme, where neither this process nor one that was stopped at the method has measured it."""
-    for name, sums in ({} if kept is None else kept.remembered()).items():
-        here.rounded.setdefault((case.setting, name), sums)
-    measure_rounding(here, case)
-    if kept is not None:
-        kept.remember(
-            {one.text.name: here.rounded[case.setting, one.text.name] for one in here.bench.windows}
-        )
-
-
 def measure_rounding(here: Run, case: Case) -> None:
-    """Measure rounding on the texts that lack it."""
-    missing = [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
-    if not missing:
+    """What rounding does in a scheme, on the texts of which neither this run nor one that was stopped has measured it."""
+    if not not_rounded(here, case):
+        return
+    for name, sums in KeptRounding.of(here.settings, here.bench.model, case).remembered().items():
+        here.rounded.setdefault((case.setting, name), sums)
+    if not (missing := not_rounded(here, case)):
         return
     with here.watch.first("rounding"):
         _, model = quantized(here, case, ())
         for windows in missing:
             with torch.no_grad():
                 recovered(here, case, windows, evaluated(here.bench, windows, model), first=True)
+    keep_rounding(here, case)
+
+
+def not_rounded(here: Run, case: Case) -> list[TextWindows]:
+    """Windows of texts of which it is not known what rounding does in a scheme."""
+    return [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
+
+
+def keep_rounding(here: Run, case: Case) -> None:
+    """Keep what rounding does in a scheme for a run that goes on with this one."""
+    rounded = {one.text.name: here.rounded[case.setting, one.text.name] for one in here.bench.windows}
+    KeptRounding.of(here.settings, here.bench.model, case).remember(rounded)
 
 
 def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:

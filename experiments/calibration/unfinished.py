@@ -1,13 +1,15 @@
-"""What is kept of a model while a run that was stopped may go on with it: blocks that a method has finished, and choices.
+"""What is kept of a model while a run that was stopped may go on with it: blocks that a method has finished, what rounding does
+in each scheme, and choices.
 
-Both lie in the cache, in a folder named by a digest of what they depend on: code, libraries, device, the model's files,
+All lie in the cache, in a folder named by a digest of what they depend on: code, libraries, device, the model's files,
 sequences, and scheme and methods of blocks. A run that goes on has the same bits.
 
 Blocks, of a model by `--model`, are as `quantize_(..., resume=)` writes them. What a run that goes on says of seconds and
 memory would be of its last part alone, so it says neither. When a method was measured, or failed, its folder goes.
 
 The automatic choices of all budgets are made by one call before the first is measured, and kept whole, in any run, with the
-seconds of that call. When all that was asked of a model is measured, or failed, they go.
+seconds of that call. What rounding does is kept in any run too, window by window. When all that was asked of a model is
+measured, or failed, both go.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ao_lab.choose.result import Choice
@@ -57,17 +59,6 @@ class Unfinished:
             of = "" if blocks is None else f" of {blocks}"
             say(f"{what}: {self.before}{of} finished blocks are kept; it goes on after them")
 
-    def remember(self, rounded: Mapping[str, Sums]) -> None:
-        """Keep what rounding does, by text, with which the method is compared."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(self.folder / ROUNDED, json.dumps({name: asdict(sums) for name, sums in rounded.items()}))
-
-    def remembered(self) -> dict[str, Sums]:
-        """What `remember` kept, to the last bit; nothing where it kept nothing."""
-        path = self.folder / ROUNDED
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return {name: Sums(**sums) for name, sums in found.items()}
-
     def measured(self, what: str, found: Mapping[str, Values], seconds: float | None) -> None:
         """Where the run's seconds ended a method say what is kept of it, or that they are too few; else remove the folder."""
         if not any(is_late(metric) for metric in found[MODEL]):
@@ -81,6 +72,33 @@ class Unfinished:
                 f"{what}: no block was finished in {seconds:.0f} s, and in as many none will be; give "
                 f"--seconds {2 * seconds:.0f} or more"
             )
+
+
+@dataclass(frozen=True)
+class KeptRounding:
+    """The folder of what rounding does in a scheme, with which methods are compared; no seed draws it."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, settings: Settings, model: RealModel, case: object) -> KeptRounding:
+        """Of a scheme by its record."""
+        return cls(folder_of(replace(settings, seed=0), model, (case, ROUNDED)))
+
+    def remember(self, rounded: Mapping[str, Sums]) -> None:
+        """Keep what rounding does, by text."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / ROUNDED, json.dumps({name: asdict(sums) for name, sums in rounded.items()}))
+
+    def remembered(self) -> dict[str, Sums]:
+        """What `remember` kept, to the last bit; nothing where it kept nothing."""
+        path = self.folder / ROUNDED
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {name: Sums(**sums) for name, sums in found.items()}
+
+    def measured(self, failed: Iterable[Row]) -> None:
+        """Remove the folder, where the run's seconds ended nothing that was asked of the model."""
+        remove_unless_late(self.folder, failed)
 
 
 @dataclass(frozen=True)
@@ -112,8 +130,13 @@ class KeptChoices:
 
     def measured(self, failed: Iterable[Row]) -> None:
         """Remove the folder, where the run's seconds ended nothing that was asked of the model."""
-        if not any(is_late(row.metric) for row in failed):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        remove_unless_late(self.folder, failed)
+
+
+def remove_unless_late(folder: Path, failed: Iterable[Row]) -> None:
+    """Remove what is kept, where a run's seconds did not end any of what failed."""
+    if not any(is_late(row.metric) for row in failed):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_of(settings: Settings, model: RealModel, told: tuple[object, ...]) -> Path:

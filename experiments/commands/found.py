@@ -15,12 +15,12 @@ def show_findings(
 ) -> None:
     """What the pages of experiments say first of these models, what was not measured, and where the rest is: on pages of the
     experiments, where such were written, else on the page of the models alone."""
-    from experiments.report.model_values import told_missing
+    from experiments.report.model_values import late, told_missing
 
     found = told_of(names, models, folders)
     for line in (*found["findings"], *told_missing(found["not_measured"])):
         console().print(line, markup=False)
-    if not found["findings"]:
+    if not found["findings"] and not any(late(one["reason"]) for one in found["not_measured"]):
         say(
             "no finding: so few tokens or schemes make none; the tables have the numbers, and --json prints them"
         )

@@ -53,7 +53,8 @@ def run_experiments(
     and something measured of each.
     """
     from experiments.harness.measuring import LOST
-    from experiments.runs.run import NOTHING, reproduce
+    from experiments.runs.outcome import NOTHING
+    from experiments.runs.run import reproduce
 
     check_names(names, only, ())
     parts = partly(names, only) if real is None else {}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from experiments.harness.measuring import is_late
 from experiments.harness.rows import Row, table_parts
 from experiments.report.real_runs import CHANGE, CHANGE_ERROR, PERPLEXITY
 from experiments.report.results import STATUS, Results
@@ -25,6 +26,8 @@ WORDS = {
     "tasks: not measured: ": "tasks not measured",
     "computed by: ": "computed by",
 }
+#: What a line about measurements that the seconds of a run did not reach says besides.
+GOES_ON = "; the same command goes on with them"
 #: What stands in the metric of a standard error.
 ERROR = ", standard error"
 
@@ -95,10 +98,18 @@ def missing(rows: Iterable[Row]) -> list[dict[str, str]]:
 
 
 def told_missing(found: Sequence[dict[str, str]]) -> list[str]:
-    """The same in a line for each reason, with the names that it holds for."""
+    """The same in a line for each reason, with the names that it holds for, and how to go on after the seconds of a run."""
     by: dict[tuple[str, str], list[str]] = {}
     for one in found:
         kind, _, why = one["reason"].partition(": ")
         names = by.setdefault((one["model"], why if kind == "missing" else one["reason"]), [])
         names.append(f"{one['method']} ({one['setting']})")
-    return [f"{model}: not measured: {', '.join(names)}: {why}." for (model, why), names in by.items()]
+    return [
+        f"{model}: not measured: {', '.join(names)}: {why}{GOES_ON * late(why)}."
+        for (model, why), names in by.items()
+    ]
+
+
+def late(reason: str) -> bool:
+    """Whether a reason is that the seconds of a run were over."""
+    return is_late(f"{STATUS}{reason}")

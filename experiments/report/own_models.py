@@ -16,6 +16,7 @@ from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row, table_parts
 from experiments.report.accuracies import KINDS
 from experiments.report.content import Section, Table, note, runs_of
+from experiments.report.results import NOT_MEASURED
 
 #: How headings call what an experiment measures of a model; of others the title of their page.
 TITLES = {
@@ -66,7 +67,7 @@ def parts_of(pages: Sequence[Any]) -> list[OwnPart]:
 
 def measured(sections: Sequence[Section]) -> list[Section]:
     """Sections with the tables that show rows, and without what the project's own report lacks; none of those that show nothing
-    but published values."""
+    but published values, but those that say what of a model was not measured."""
     found = [
         replace(
             one,
@@ -75,7 +76,12 @@ def measured(sections: Sequence[Section]) -> list[Section]:
         )
         for one in sections
     ]
-    return [one for one in found if one.tables or one.drawings]
+    return [one for one in found if one.tables or one.drawings or says_failures(one)]
+
+
+def says_failures(section: Section) -> bool:
+    """Whether a section says what was not measured, and why."""
+    return any(text.startswith(NOT_MEASURED) for text in section.paragraphs)
 
 
 def has_rows(table: Table) -> bool:

@@ -303,11 +303,15 @@ def state(results: Results, setting: str, method: str) -> str:
     return next((metric.removeprefix(STATUS) for metric in found if metric.startswith(STATUS)), "ok")
 
 
+#: How the sentence begins that says what was not measured.
+NOT_MEASURED = "**Not measured: "
+
+
 def failures(results: Results) -> list[str]:
     """What was not measured, and why."""
     states = {one: state(results, *one) for one in lines_of(results)}
     failed = [f"{method}, {setting} ({word})" for (setting, method), word in states.items() if word != "ok"]
-    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
+    return [f"{NOT_MEASURED}{len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
 def table(

@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -29,7 +28,7 @@ from experiments.data.evaluation import MultipleChoiceSettings
 from experiments.data.programs import check_limits
 from experiments.data.texts import OwnText
 from experiments.harness import registry, revision
-from experiments.harness.measuring import KERNEL, STOPPED, Values, is_late, keep
+from experiments.harness.measuring import KERNEL, Values, keep
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen
 from experiments.harness.revision import commit, versions
@@ -45,10 +44,10 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
-from experiments.models.causal_lm import FILE
 from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
 from experiments.models.pretrained import MODELS, check_task
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
+from experiments.runs.outcome import LATE, late_outcome, outcome, say_late
 from reference import SCHEMES
 
 # Settings of a run of the experiments: scale, device, seed, and what follows from them.
@@ -205,12 +204,6 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
     )
 
 
-#: How the metric of a status begins, how statuses of what was tried and failed do, and letters of a reason.
-STATUS, FAILED, LONGEST = "status: ", ("error", "wrong"), 200
-#: Experiments of which nothing could be measured, with the first reason; `ao-lab reproduce` fails then.
-NOTHING: list[str] = []
-
-
 class TimedTable(Protocol):
     """Methods that are timed in turn, whole or not at all: a kind of table, its data, the setting of all its rows."""
 
@@ -251,18 +244,11 @@ def put_table(
 
 
 def all_rows(settings: Settings, journal: Journal, failed: Sequence[Row]) -> list[Row]:
-    """What a run publishes: with a limit of seconds, what another run measured stays where this one did not come to it."""
-    late = NOT_RUN if settings.seconds is not None else ()
+    """What a run publishes: with a limit of seconds, what another run measured stays where this one did not come to it, and of
+    models by `--model` it is told what was not measured."""
+    late = NOT_RUN if settings.seconds is not None and settings.asked is None else ()
     say_late(failed)
     return journal.rows + [row for row in failed if not row.metric.startswith(late)]
-
-
-def say_late(failed: Iterable[Row]) -> None:
-    """How many measurements the seconds of a run did not reach, and at what it was stopped; nothing where it reached all."""
-    late = {(row.line, row.seed): row.metric.removeprefix(STATUS) for row in failed if is_late(row.metric)}
-    if late:
-        first = next((reason for reason in late.values() if STOPPED in reason), next(iter(late.values())))
-        say(f"{len(late)} measurement{'s' * (len(late) > 1)} {first}; the same command goes on with them")
 
 
 def published_shapes(settings: Settings) -> bool:
@@ -369,7 +355,8 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     published = read(paths.rows(name))
     journal = Journal(path, taken(name, published, settings), put)
     say_kept(name, journal, published, settings)
-    resumed = sum(map(was_tried, journal.rows))
+    resumed, before = sum(map(was_tried, journal.rows)), set(journal.rows)
+    LATE.clear()
     try:
         rows = module.run(settings, journal)
     except BaseException:
@@ -384,29 +371,7 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     seconds = time.perf_counter() - started
     tried = sum(map(was_tried, rows))
     told = f"{name}: {tried} rows, {tried - resumed} of them measured now, in {seconds:.0f} s"
-    return [(f"{told}{outcome(name, rows)}", shown(paths.rows(name)))]
-
-
-def outcome(name: str, rows: Sequence[Row]) -> str:
-    """How many measurements have a result, where any failed; "" else. The first reason is said on stderr.
-
-    Where all failed the experiment is remembered in `NOTHING`, and the command fails.
-    """
-    found: dict[Hashable, str] = {}
-    for row in rows:
-        if row.metric.startswith(STATUS) and row.method != FILE:
-            found[row.table, row.setting, row.method, row.seed] = row.metric.removeprefix(STATUS)
-    failed = [reason for reason in found.values() if reason.startswith(FAILED)]
-    if not failed:
-        return ""
-    measured = sum(reason == "ok" for reason in found.values())
-    said = f"{measured} of {len(found)} measured"
-    why = f"{name}: {said}; {shorten(failed[0], LONGEST, placeholder='...')}"
-    if measured:
-        say(why)
-    else:
-        NOTHING.append(why)
-    return f"; {said}"
+    return [(f"{told}{outcome(name, rows)}{late_outcome(name, rows, before)}", shown(paths.rows(name)))]
 
 
 def is_partial(settings: Settings) -> bool:

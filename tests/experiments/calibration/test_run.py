@@ -22,7 +22,8 @@ from experiments.harness.rows import Journal, Row, read
 from experiments.models.causal_lm import of_folder
 from experiments.report.real_runs import RECOVERED
 from experiments.report.results import Results
-from experiments.runs.run import RealModels, Settings, say_late
+from experiments.runs.outcome import say_late
+from experiments.runs.run import RealModels, Settings
 
 pytest.importorskip("transformers")
 TABLE = "real tiny-llama/quick"
@@ -39,12 +40,12 @@ def reproduced(folder, tmp_path_factory):
         patch.setitem(run.SEQUENCES, "quick", 10)
         patch.setitem(run.DRAWN, "quick", (("int3_g64_asymmetric", "search by inputs"),))
         patch.setattr(run, "DRAWS", 3)
-        assert main(command(folder, place)) == 0
+        assert main(command(folder, place, "nothing yet")) == 0
     return place, read(Paths(place / "cache", place / "reports").rows("calibration"))
 
 
-def command(folder, place):
-    only = ["int3_g64_asymmetric", "search by inputs", "gptq", "hqq", "nothing yet"]
+def command(folder, place, *more):
+    only = ["int3_g64_asymmetric", "search by inputs", "gptq", "hqq", *more]
     options = ["--reports", str(place / "reports"), "--device", "cpu", "--windows", "3", "--length", "32"]
     return [
         "reproduce",
@@ -99,6 +100,33 @@ def test_without_time_no_model_is_loaded(folder, tmp_path, monkeypatch):
     assert {row.method for row in failed} == {"rounding", "gptq", "hqq"}
     assert page.sections(failed)
     assert page.findings(failed) is not None
+
+
+def test_a_command_without_time_says_what_it_did_not_measure(folder, tmp_path, monkeypatch, capsys):
+    """A program that reads the exit code or `--json`, and who reads the page, see that nothing is done."""
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    short = [*command(folder, tmp_path), "--seconds", "0.001"]
+    assert main([*short, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["not_measured"]
+    assert {one["method"] for one in told["not_measured"]} >= {"rounding", "gptq"}
+    assert all("s of this run did not reach it" in one["reason"] for one in told["not_measured"])
+    assert "Not measured: " in (tmp_path / "reports" / "index.html").read_text(encoding="utf-8")
+    assert main(short) == 1
+    said = capsys.readouterr()
+    assert "did not reach it; the same command goes on with them." in " ".join(said.out.split())
+    assert "no finding" not in said.err
+    assert "nothing that was asked for was measured" in said.err
+
+
+def test_sequences_of_a_seed_are_drawn_once(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    monkeypatch.setitem(run.SEQUENCES, "quick", 2)
+    asked = RealModels(models=(str(folder),), windows=2, length=32)
+    here = run.prepared(Settings(scale="quick", device="cpu", cache=tmp_path, asked=asked), of_folder(folder))
+    assert here.with_seed(1).batches is here.with_seed(1).batches
+    assert here.with_seed(1).batches is not here.batches
 
 
 def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def deep(tmp_path_factory):
 
 
 class Until:
-    """Seconds are over once a layer of this block is told of."""
+    """Seconds are over once a layer of this block, or a measurement of this name, is told of."""
 
     def __init__(self, monkeypatch, block):
         self.now, self.told = 0.0, []
@@ -43,7 +43,14 @@ class Until:
             self.now = 10.0 if block in word else self.now
             before(watch, word, *left)
 
+        begin = run.Watch.begins
+
+        def begins(watch, doing):
+            self.now = 10.0 if block in doing else self.now
+            begin(watch, doing)
+
         monkeypatch.setattr(run.Watch, "at", at)
+        monkeypatch.setattr(run.Watch, "begins", begins)
 
     def __call__(self):
         return self.now
@@ -109,6 +116,24 @@ def test_a_stopped_method_goes_on_after_its_blocks(deep, tmp_path, monkeypatch, 
     assert {row.table.split("/")[2] for row in rows} == {"model", f"own-{digest_of(whole)}-held-out"}
     assert "time to quantize" in {row.metric for row in whole if row.method == "gptq"}
     assert "time to quantize" not in {row.metric for row in rows if row.method == "gptq"}
+
+
+@pytest.mark.parametrize(("stop", "left"), [("held-out", {"rounding", "gptq"}), ("gptq", {"gptq"})])
+def test_what_is_kept_is_not_measured_again(deep, tmp_path, monkeypatch, stop, left):
+    """A run that ends while it judges rounding, or behind it, gets further each time: not by the dense model again."""
+    journal = Journal()
+    _, failed, told = measured(deep, tmp_path, monkeypatch, stop, journal)
+    assert {row.method for row in failed} == left
+    assert told.count("bfloat16") == 1
+    dense = {row for row in journal.rows if row.method == "bfloat16"}
+    rows, failed, told = measured(deep, tmp_path, monkeypatch, journal=journal)
+    assert failed == []
+    assert "bfloat16" not in told
+    assert {row for row in rows if row.method == "bfloat16"} == dense
+    assert [word for word in told if word.endswith("methods")] == ["0 methods"] * (len(left) - 1) + [
+        "2 methods"
+    ]
+    assert list((tmp_path / "calibrations").iterdir()) == []
 
 
 def test_choices_are_made_once(deep, tmp_path, monkeypatch, capsys):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from experiments.data.texts import OwnText
-from experiments.harness.measuring import Deadline, status
+from experiments.harness.measuring import Deadline, is_late, status
 from experiments.harness.rows import Journal
 from experiments.models import causal_lm
 from experiments.models.causal_lm import FILE, MODEL, Undivided
-from experiments.runs import real_models, run
+from experiments.runs import outcome, real_models, run
 from experiments.runs.real_models import Place, Tables, by_data
 from experiments.runs.run import Settings
 
@@ -117,6 +117,44 @@ def test_what_is_compared_is_not_run_where_the_baseline_fails(tmp_path):
     assert [row.metric for row in failed if row.method == "b"] == [
         "status: not run: a failed, with which this is compared"
     ]
+    late = tables(tmp_path, Journal(), Deadline(-1.0))
+    failed = late.measure("", TASKS, lambda: pytest.fail("loaded"), baseline=next(iter(TASKS)))
+    assert [is_late(row.metric) for row in failed] == [True] * 3, "the seconds are no failure of it"
+
+
+def test_a_run_that_measured_nothing_in_its_seconds_fails(tmp_path, monkeypatch):
+    """The model as it is, and what an earlier run measured, are nothing that this one measured of what was asked."""
+    settings = Settings(scale="quick", device="cpu", cache=tmp_path)
+
+    def row(method, reason="ok"):
+        return settings.row("ptq", "real m", MODEL, "weights", method, f"status: {reason}", 1.0, "")
+
+    late = Deadline(1.0, lambda: 0.0)
+    late.until = 0.0
+    asked, dense, kept = row("gptq", late.reason()), row("bfloat16"), row("hqq")
+    monkeypatch.setattr(outcome, "NOTHING", [])
+    monkeypatch.setattr(outcome, "LATE", [])
+    assert outcome.late_outcome("ptq", [dense, kept], {kept}) == ""
+    assert outcome.late_outcome("ptq", [kept, asked], set()) == "; 1 measurement not reached"
+    assert outcome.NOTHING == []
+    assert outcome.late_outcome("ptq", [dense, kept, asked], {kept}) == "; 1 measurement not reached"
+    (said,) = outcome.NOTHING
+    assert said.startswith(
+        "ptq: nothing that was asked for was measured, not run: the 1 s of this run did not"
+    )
+    outcome.say_late([asked, replace(asked, seed=1)])
+    assert outcome.late_outcome("ptq", [], set()) == "; 2 measurements not reached", (
+        "rows that are not published"
+    )
+    assert len(outcome.NOTHING) == 2
+
+
+def test_what_was_not_reached_of_a_model_that_was_asked_for_is_a_row(tmp_path):
+    """Of others the published pages stay as they are."""
+    here = Settings(scale="quick", device="cpu", cache=tmp_path, seconds=1.0)
+    failed = here.rows("ptq", "real m", MODEL, "weights", "gptq", status("not run: the seconds were over"))
+    assert run.all_rows(here, Journal(), failed) == []
+    assert run.all_rows(replace(here, asked=run.RealModels(models=("m",))), Journal(), failed) == failed
 
 
 def test_an_experiment_of_which_nothing_was_measured_fails(tmp_path, monkeypatch, capsys):
@@ -129,13 +167,13 @@ def test_an_experiment_of_which_nothing_was_measured_fails(tmp_path, monkeypatch
             for at, reason in enumerate(reasons)
         ] + [settings.row("ptq", "real m", MODEL, FILE, FILE, "status: ok", 1.0, "")]
 
-    monkeypatch.setattr(run, "NOTHING", [])
-    assert run.outcome("ptq", rows("ok", "missing: not divisible")) == ""
-    assert run.outcome("ptq", rows("ok", "error: X: why")) == "; 1 of 2 measured"
-    assert run.NOTHING == []
+    monkeypatch.setattr(outcome, "NOTHING", [])
+    assert outcome.outcome("ptq", rows("ok", "missing: not divisible")) == ""
+    assert outcome.outcome("ptq", rows("ok", "error: X: why")) == "; 1 of 2 measured"
+    assert outcome.NOTHING == []
     assert "ptq: 1 of 2 measured; error: X: why" in capsys.readouterr().err
-    assert run.outcome("ptq", rows("error: X: why", "not run: late")) == "; 0 of 2 measured"
-    assert run.NOTHING == ["ptq: 0 of 2 measured; error: X: why"]
+    assert outcome.outcome("ptq", rows("error: X: why", "not run: late")) == "; 0 of 2 measured"
+    assert outcome.NOTHING == ["ptq: 0 of 2 measured; error: X: why"]
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_anything_is_measured(monkeypatch):
