@@ -73,6 +73,7 @@ from experiments.runs.real_models import (
     real_subject,
     run_models,
 )
+from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "calibration"

@@ -42,6 +42,7 @@ from experiments.models.llama import (
     relative_change,
 )
 from experiments.report.results import published
+from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, published_shapes
 

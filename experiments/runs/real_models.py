@@ -28,7 +28,7 @@ from experiments.data.texts import (
 from experiments.harness.measuring import Deadline, Late, Values, attempt, free, is_late, keep, status
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.models.causal_lm import (
     FILE,
     MODEL,
@@ -72,6 +72,33 @@ def subject(settings: Settings) -> str:
     if settings.asked is not None:
         return real_subject(settings)
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
+
+
+def measured_on(rows: Sequence[Row], settings: Settings) -> list[Row]:
+    """Of published rows those that a run can take as measured: of real models those on its texts, in as many windows of as many
+    tokens; a row of the model, as its speed, stands for a measurement on all texts. Rows without windows are taken."""
+    asked = asked_of(settings)
+    wanted = (float(asked.windows or COUNT[settings.scale]), float(asked.length or LENGTH[settings.scale]))
+    numbers: dict[tuple[object, ...], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.metric in SIZES:
+            kind, scale, data = table_parts(row.table)
+            place = kind, scale, row.setting, row.method, row.seed
+            numbers.setdefault(place, {}).setdefault(data, {})[row.metric] = row.value
+    texts = {text.name for text in texts_of(settings)} if numbers else set()
+
+    def taken(row: Row) -> bool:
+        kind, scale, _ = table_parts(row.table)
+        found = numbers.get((kind, scale, row.setting, row.method, row.seed))
+        return found is None or all(
+            text in found and tuple(found[text].get(one) for one in SIZES) == wanted for text in texts
+        )
+
+    return [row for row in rows if taken(row)]
+
+
+#: How many windows of a text a measurement is on, and how long they are, as its rows say it.
+SIZES = ("windows", "tokens of a window")
 
 
 def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:

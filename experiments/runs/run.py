@@ -353,7 +353,9 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
     put = partial(publish_run, name, paths.rows(name), partial=True) if is_partial(settings) else None
     published = read(paths.rows(name))
-    journal = Journal(path, taken(name, published, settings), put)
+    known = taken(name, published, settings)
+    measured_on = getattr(module, "measured_on", None)  # of experiments on real models
+    journal = Journal(path, known if measured_on is None or not known else measured_on(known, settings), put)
     say_kept(name, journal, published, settings)
     resumed, before = sum(map(was_tried, journal.rows)), set(journal.rows)
     LATE.clear()

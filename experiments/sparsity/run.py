@@ -18,6 +18,7 @@ from functools import partial
 from experiments.harness.measuring import Deadline
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
+from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import subject as subject
 from experiments.runs.run import Settings, all_rows
 from experiments.sparsity import models, pairs, products, real
