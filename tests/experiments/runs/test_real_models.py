@@ -207,6 +207,28 @@ def test_ones_own_text_is_evaluated_on_whole_where_nothing_trains_on_it(tmp_path
         run.check_asked(["decode"], run.RealModels(models=("m",), own_text=own), ())
 
 
+def test_published_rows_of_another_text_or_other_windows_are_not_taken(tmp_path):
+    """Nor the row of the model that stands for the measurement; what has no windows is."""
+    (tmp_path / "own.txt").write_text("word " * 50)
+    settings = Settings(scale="quick", device="cpu", cache=tmp_path)
+    own = OwnText.of(tmp_path / "own.txt", whole=True)
+    asked = replace(settings, asked=run.RealModels(models=("m",), own_text=own, windows=2, length=64))
+    (text,) = real_models.texts_of(asked)
+
+    def measured(name, windows=2, length=64, method="int8"):
+        values = {"windows": (windows, ""), "tokens of a window": (length, ""), **status("ok")}
+        return [
+            *settings.rows("ptq", "real m", name, "weights", method, values),
+            *settings.rows("ptq", "real m", MODEL, "weights", method, {"size": (1.0, "byte"), **status("ok")}),
+        ]
+
+    mine, layers = measured(text.name), settings.rows("ptq", "layers", "x", "weights", "int8", status("ok"))
+    assert real_models.measured_on([*mine, *layers], asked) == [*mine, *layers]
+    for others in (measured("other"), measured(text.name, 3), measured(text.name, 2, 128)):
+        assert real_models.measured_on([*others, *layers], asked) == layers
+    assert real_models.measured_on([*mine, *measured("other", method="int4")], asked) == mine
+
+
 def test_a_measurement_says_what_is_left_of_it(monkeypatch):
     """By the pace of its layers; what is measured first, for comparison, goes by its own name."""
     now = iter(range(0, 1000, 10))
