@@ -106,7 +106,9 @@ def check_mode(mode: str, random_bits: Array | None) -> str:
     choice(mode, MODES, "rounding")
     if (mode == "stochastic") != (random_bits is not None):
         need = "needs random_bits, one uint32 per element" if mode == "stochastic" else "takes no random_bits"
-        raise ValueError(f"rounding {mode!r} {need}; `from reference import random_bits`, random_bits(x.shape, seed=0)")
+        raise ValueError(
+            f"rounding {mode!r} {need}; `from reference import random_bits`, random_bits(x.shape, seed=0)"
+        )
     return mode
 
 

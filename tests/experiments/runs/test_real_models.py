@@ -219,7 +219,9 @@ def test_published_rows_of_another_text_or_other_windows_are_not_taken(tmp_path)
         values = {"windows": (windows, ""), "tokens of a window": (length, ""), **status("ok")}
         return [
             *settings.rows("ptq", "real m", name, "weights", method, values),
-            *settings.rows("ptq", "real m", MODEL, "weights", method, {"size": (1.0, "byte"), **status("ok")}),
+            *settings.rows(
+                "ptq", "real m", MODEL, "weights", method, {"size": (1.0, "byte"), **status("ok")}
+            ),
         ]
 
     mine, layers = measured(text.name), settings.rows("ptq", "layers", "x", "weights", "int8", status("ok"))
