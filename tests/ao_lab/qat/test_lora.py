@@ -346,10 +346,16 @@ def test_converted_to_dense_layers():
     assert explain(net).changed == ()
 
 
+def by_default(config):
+    """Trained with as F.linear multiplies, whatever kernel multiplies afterwards."""
+    return replace(config, kernel="auto")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_of_a_rounded_sum_what_was_multiplied_is_what_is_stored(name, dtype):
-    net = adapted(CONFIGS[name], dtype, SUM)
+    config = by_default(CONFIGS[name])
+    net = adapted(config, dtype, SUM)
     net.table.requires_grad_(False)
     frozen = net.first.weight.detach().clone()
     steps(net)
@@ -357,7 +363,7 @@ def test_of_a_rounded_sum_what_was_multiplied_is_what_is_stored(name, dtype):
     assert [key for key, one in net.named_parameters() if one.requires_grad] == list(lora_state_dict(net))
     with multiplied() as operands, torch.no_grad():
         net(TOKENS)
-    quantize_(net, QATConfig(CONFIGS[name], step="convert"))
+    quantize_(net, QATConfig(config, step="convert"))
     for layer, (_, w) in zip((net.first, net.second), operands, strict=True):
         assert type(layer) is nn.Linear
         assert same(layer.weight.dequantize(), w)
@@ -366,7 +372,7 @@ def test_of_a_rounded_sum_what_was_multiplied_is_what_is_stored(name, dtype):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_sum_under_autocast_is_the_one_that_is_stored(compiled):
-    layer = adapted(CONFIGS["int4"], torch.float32, replace(SUM, dtype=torch.float32)).first
+    layer = adapted(by_default(CONFIGS["int4"]), torch.float32, replace(SUM, dtype=torch.float32)).first
     run = torch.compile(layer, backend="aot_eager") if compiled else layer
     with multiplied() as operands, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         run(torch.randn(4, 128))

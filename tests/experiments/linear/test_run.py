@@ -282,7 +282,7 @@ def test_rows_of_all_parts_and_their_page(settings):
         "Outputs: weights", "Outputs: activations", "Outputs: experts", "Outputs: torchao"
     ]  # fmt: skip
     (table,) = sections[0].tables
-    assert table.lines[0][2::2] == ["fused", "dequantize", "dequantize"]
+    assert table.lines[0][2::2] == ["fused", "fused", "fused"]
     before = {row.key: row.value for row in journal.rows}
     assert {row.key: row.value for row in experiment.run(settings, journal) if row.key in before} == before
 

@@ -355,7 +355,8 @@ def test_trained_and_converted(bits, granularity):
     """The published recipe: learned scales, of which the high rate makes some negative; what was trained with is stored."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    config = ao_lab.LowBitWeightOnlyConfig(bits=bits, granularity=granularity)
+    # The kernel whose sums are those of the fake quantized layer.
+    config = ao_lab.LowBitWeightOnlyConfig(bits=bits, granularity=granularity, kernel="dequantize")
     quantize_(model, QATConfig(config, step="prepare", learn_scales=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, target = torch.randn(32, 64), torch.randn(32, 8)
