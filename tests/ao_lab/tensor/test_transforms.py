@@ -270,7 +270,8 @@ def takes(scheme, activation):
 def test_every_scheme(scheme):
     for activation in (None, scheme):
         if takes(scheme, activation):
-            for transform in EAGER:
+            # Not `linearize`: a mode records tangents there, and the operator of a CPU's kernel "fused" has no derivative of them.
+            for transform in BY_DAY:
                 walk(transform, (scheme, activation))
 
 
