@@ -270,7 +270,7 @@ def takes(scheme, activation):
 def test_every_scheme(scheme):
     for activation in (None, scheme):
         if takes(scheme, activation):
-            # Not `linearize`: a mode records tangents there, and the operator of a CPU's kernel "fused" has no derivative of them.
+            # Not `linearize`: a mode records tangents there, of which a CPU's kernel "fused" has no derivative.
             for transform in BY_DAY:
                 walk(transform, (scheme, activation))
 
