@@ -72,9 +72,10 @@ def runs_eagerly(*tensors: torch.Tensor) -> bool:
     return all(type(one) in PLAIN and not one.is_meta for one in tensors) and not wants_gradient(tensors)
 
 
-def has_tangents_alone() -> bool:
-    """Whether forward-mode derivatives are taken, no mode listens, and no transform of functorch has wrapped tensors."""
-    return forward_ad._current_level >= 0 and _transforms() is None and _modes() == 0
+def is_below_autograd() -> bool:
+    """Whether the dispatcher has come past autograd, as where a tensor subclass computes: what called differentiates, and a
+    tangent of an operand, which is still there, must not be taken a second time."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def functional_transform() -> str | None:

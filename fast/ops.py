@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from fast.dispatch import is_transformed
+from fast.dispatch import is_below_autograd, is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
 from reference.lazy import homes_of
@@ -113,9 +113,11 @@ def register(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., Any] | None = None,
     schema: str | None = None,
+    linear_in: tuple[int, ...] = (),
 ) -> Any:
     """The operator `ao_lab::name`; schema: None for that of the implementation's annotations. Without a backward, what comes of
-    operands that require a gradient raises NotImplementedError where it is differentiated."""
+    operands that require a gradient raises NotImplementedError where it is differentiated. linear_in: places of arguments in
+    which together it is linear: its inputs, then such as may be None (a bias). Of others tangents raise NotImplementedError."""
     schema = torch.library.infer_schema(implementation, mutates_args=()) if schema is None else schema
     if backward is None:
         implementation = _without_gradient(name, implementation)
@@ -127,7 +129,7 @@ def register(
         operator.register_torch_dispatch(FunctionalTensorMode, _traced_without_gradient)
         return operator
     operator.register_autograd(backward, setup_context=save)
-    return _differentiable(operator, backward, save)
+    return _differentiable(operator, backward, save, linear_in)
 
 
 def _call_directly(operator: Any, implementation: Callable[..., Any], differentiable: bool) -> None:
@@ -198,7 +200,10 @@ class _Refusing(torch.autograd.Function):
 
 
 def _differentiable(
-    operator: Any, backward: Callable[..., Any], save: Callable[..., Any] | None
+    operator: Any,
+    backward: Callable[..., Any],
+    save: Callable[..., Any] | None,
+    linear_in: tuple[int, ...],
 ) -> Callable[..., Any]:
     """The operator, which under a transform of functorch is an `autograd.Function`: torch's rule for operators knows none."""
 
@@ -213,9 +218,16 @@ def _differentiable(
             ctx.is_list = isinstance(output, tuple) and returns_list
             if save is not None:
                 save(ctx, inputs, output)
+            _keep(ctx, inputs, output)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            result = call(*_with_tangents(operator, linear_in, ctx, tangents))
+            return tuple(result) if isinstance(result, list) else result
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            grads = _or_zeros(ctx, grads)
             return backward(ctx, list(grads)) if ctx.is_list else backward(ctx, *grads)
 
         @staticmethod
@@ -225,11 +237,57 @@ def _differentiable(
     rule, returns_list = _one_by_one(Transformed.apply), "-> Tensor[]" in str(operator._opoverload._schema)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not is_transformed():
+        if torch.compiler.is_compiling() or not is_transformed() or is_below_autograd():
             return operator(*args)
         return Transformed.apply(*args)  # type: ignore[no-untyped-call]
 
     return call
+
+
+#: Stands for a tensor among the arguments that are kept for tangents.
+_TENSOR = object()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What `_with_tangents` and `_or_zeros` read. torch would give zeros for tangents that there are not, too."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_forward(*(arg for arg in inputs if isinstance(arg, torch.Tensor)))
+    ctx.arguments = [_TENSOR if isinstance(arg, torch.Tensor) else arg for arg in inputs]
+    results = output if isinstance(output, tuple) else (output,)
+    ctx.results = [(one.shape, one.dtype, one.device) for one in results]
+
+
+def _or_zeros(ctx: Any, grads: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The gradients of all results: zeros of one that nothing depends on."""
+    return tuple(
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
+    )
+
+
+def _with_tangents(
+    operator: Any, linear_in: tuple[int, ...], ctx: Any, tangents: tuple[Any, ...]
+) -> list[Any]:
+    """An operator's arguments, those in which it is linear replaced by their tangents, inputs without one by zeros."""
+    others = [at for at, tangent in enumerate(tangents) if tangent is not None and at not in linear_in]
+    if others:
+        raise _no_tangents(operator._opoverload._schema, others)
+    kept = iter(ctx.saved_tensors)
+    arguments = [next(kept) if arg is _TENSOR else arg for arg in ctx.arguments]
+    first = linear_in[0]
+    zeros = torch.zeros_like(arguments[first])
+    for at in linear_in:
+        arguments[at] = tangents[at]
+    arguments[first] = zeros if arguments[first] is None else arguments[first]
+    return arguments
+
+
+def _no_tangents(schema: Any, places: list[int]) -> NotImplementedError:
+    names = ", ".join(schema.arguments[at].name for at in places)
+    return NotImplementedError(
+        f"torch.ops.ao_lab.{schema.name.rpartition('::')[2]} has no forward-mode derivative in {names}: use reverse mode "
+        "(torch.func.vjp, jacrev) where it has one"
+    )
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:

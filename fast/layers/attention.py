@@ -75,7 +75,7 @@ ROTARY = Function(
     "rotary", ("x", "cosine", "sine"), lambda r, v, o: _as_heads(specified.rotary(*o, inverse=v[0])),
     lambda r, v, o: ROTARY_OP(*o, v[0]), _kernel, differentiable=True,
 )  # fmt: skip
-ROTARY_OP = register("rotary", rotary_op, _fake, _backward, _save)
+ROTARY_OP = register("rotary", rotary_op, _fake, _backward, _save, linear_in=(0,))
 
 
 #: Keys that a program loads at once.

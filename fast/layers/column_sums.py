@@ -89,6 +89,6 @@ COLUMN_SUMS = Function(
     "column_sums", ("g",),
     lambda r, v, o: summed(o[0], v[0]), lambda r, v, o: COLUMN_SUMS_OP(o[0], v[0]), _kernel, differentiable=True,
 )  # fmt: skip
-COLUMN_SUMS_OP = register("column_sums", column_sums_op, _fake, _backward, _save)
+COLUMN_SUMS_OP = register("column_sums", column_sums_op, _fake, _backward, _save, linear_in=(0,))
 
 __all__ = ["COLUMN_SUMS", "column_sums"]

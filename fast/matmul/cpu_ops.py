@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fast.cpu.linear import linear_of_rows
-from fast.dispatch import execute, has_tangents_alone, run, settings
+from fast.dispatch import run, settings
 from fast.matmul.linear import linear_function
 from fast.matmul.weights import Operands, Values, parts, weight_of
 from reference import Quantized
@@ -22,13 +22,9 @@ CPU_LINEAR, _ = linear_function("cpu_linear", _compute)
 
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fast.cpu.linear.linear_of_rows`, recorded where a tracer listens; differentiable in x and bias.
-
-    Of tangents the dispatcher, behind which a layer's product is, takes the derivative by a product of their own.
-    """
+    """`fast.cpu.linear.linear_of_rows`, recorded where a tracer listens; differentiable in x and bias."""
     operands = (x, *parts(w), bias)
-    compute = execute if has_tangents_alone() else run
-    y: torch.Tensor = compute(CPU_LINEAR, w.scheme, settings(w), operands)
+    y: torch.Tensor = run(CPU_LINEAR, w.scheme, settings(w), operands)
     return y
 
 

@@ -158,7 +158,9 @@ def linear_function(name: str, compute: Reference, kernel: Kernel | None = None)
         return y
 
     function = Function(name, ("x", *STORED, "bias"), compute, operate, kernel, differentiable=True)
-    operator = register(name, implementation, _linear_fake, _linear_backward, _save_linear, SCHEMA)
+    operator = register(
+        name, implementation, _linear_fake, _linear_backward, _save_linear, SCHEMA, linear_in=(0, 5)
+    )
     return function, operator
 
 

@@ -197,8 +197,9 @@ LINEAR_PAIR = Function(
     "linear_pair", ("x", *TWO), _linear_pair_reference, _linear_pair, _linear_pair_kernel, differentiable=True
 )
 LINEAR_PAIR_OP = register(
-    "linear_pair", linear_pair_op, _linear_pair_fake, _linear_pair_backward, save_pair("linear_pair"), SCHEMA
-)
+    "linear_pair", linear_pair_op, _linear_pair_fake, _linear_pair_backward, save_pair("linear_pair"), SCHEMA,
+    linear_in=(0,),
+)  # fmt: skip
 
 
 def linear_pair(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[torch.Tensor, torch.Tensor]:

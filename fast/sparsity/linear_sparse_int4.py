@@ -120,7 +120,9 @@ LINEAR_SPARSE_INT4 = Function(
     "linear_sparse_int4", ("x", *STORED, "bias", "zero"), lambda r, v, o: reference.linear_sparse_int4(*o), _operate, _kernel,
     differentiable=True,
 )  # fmt: skip
-LINEAR_SPARSE_INT4_OP = register("linear_sparse_int4", linear_sparse_int4_op, _fake, _backward, _save)
+LINEAR_SPARSE_INT4_OP = register(
+    "linear_sparse_int4", linear_sparse_int4_op, _fake, _backward, _save, linear_in=(0, 4)
+)
 
 
 def sparse_int4_dense_op(
@@ -311,7 +313,7 @@ LINEAR_SPARSE_INT4_PAIR = Function(
 )
 LINEAR_SPARSE_INT4_PAIR_OP = register(
     "linear_sparse_int4_pair", linear_sparse_int4_pair_op, _pair_fake, _pair_backward,
-    _pair_save("linear_sparse_int4_pair"),
+    _pair_save("linear_sparse_int4_pair"), linear_in=(0,),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Records that are made of others while a program is traced."""
 
 import copy
+import inspect
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,8 +16,10 @@ import fast
 import fast.layers.attention
 import fast.layers.column_sums
 import fast.layers.linear_gradients
-import fast.matmul.cpu_ops  # registers cpu_linear, which layers import when they need it
 import fast.quantize.rowwise_colwise
+from fast.matmul.cpu_ops import linear as cpu_linear
+from fast.matmul.preshuffled.grouped import grouped_linear_small
+from fast.matmul.preshuffled.linear import linear_small, preshuffled
 from fast.ops import LATE, constant_record, constant_result, derived
 from reference import SCHEMES
 from reference.schemes.schemes import RECORDS, record_of
@@ -204,6 +207,55 @@ def test_forward_mode_is_an_error_and_no_silent_zero():
         for call in (lambda: fast.fake_quantize(x, "int8_rowwise"), lambda: fast.rms_norm(x, X[0])):
             with pytest.raises(NotImplementedError):
                 call()
+
+
+PRESHUFFLED = preshuffled(fast.quantize(normals(64, "cpu"), "int4_g32", packed=True))
+EXPERTS = preshuffled(
+    fast.quantize(torch.stack([normals(64, "cpu"), normals(64, "cpu", 1)]), "int4_g32", packed=True)
+)
+OFFSETS = torch.tensor([3, 8], dtype=torch.int32)
+TURNS = torch.ones(4, 64), torch.zeros(4, 64)
+#: Functions of inputs (8, 64) and perhaps a bias.
+LINEAR_IN_X = {
+    "linear": lambda x, bias=None: fast.linear(x, STORED, bias),
+    "cpu_linear": lambda x, bias=None: cpu_linear(x, STORED, bias),
+    "linear_small": lambda x, bias=None: linear_small(x, PRESHUFFLED, bias),
+    "linear_pair": lambda x: torch.cat(fast.linear_pair(x, STORED, STORED), 1),
+    "grouped_linear_small": lambda x: grouped_linear_small(x, EXPERTS, OFFSETS),
+    "column_sums": lambda x: fast.layers.column_sums.column_sums(x),
+    "rotary": lambda x: fast.layers.attention.rotary(x.view(1, 2, 4, 64), *TURNS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+@pytest.mark.parametrize("name", LINEAR_IN_X)
+def test_tangents_of_what_is_linear_are_its_results(name):
+    """Those of inputs, of a bias and of both, in float32 and for a program that is traced."""
+    f, t = LINEAR_IN_X[name], normals(8, "cpu", 2)
+    y, pushed = torch.func.jvp(f, (X,), (t,))
+    assert torch.equal(y, f(X))
+    assert torch.equal(pushed, f(t))
+    assert torch.equal(torch.func.linearize(f, X)[1](t), f(t))
+    if "bias" in inspect.signature(f).parameters:
+        bias = X[0]
+        assert torch.equal(torch.func.jvp(lambda b: f(X, b), (bias,), (t[0],))[1], t[0].expand(8, 64))
+        assert torch.equal(torch.func.jvp(f, (X, bias), (t, t[0]))[1], f(t, t[0]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_tangent_of_a_stored_weights_scale_is_refused():
+    def of_scale(scale):
+        return fast.linear(X, replace(STORED, scale=scale))
+
+    with pytest.raises(NotImplementedError, match="linear has no forward-mode derivative in scale"):
+        torch.func.jvp(of_scale, (STORED.scale,), (STORED.scale,))
+
+
+def test_one_of_two_results_may_be_left_without_a_gradient():
+    """torch gives an operator under a transform none for it, in place of zeros."""
+    made = torch.func.grad(lambda x: fast.linear_pair(x, STORED, STORED)[0].sum())(X)
+    assert torch.equal(made, torch.func.grad(lambda x: fast.linear(x, STORED).sum())(X))
 
 
 @pytest.mark.parametrize("grad", [False, True])

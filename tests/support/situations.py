@@ -34,7 +34,14 @@ ANSWERS: dict[tuple[str, str], Error] = {
     ("linear_sparse", "torch.func.grad"): (NotImplementedError, "has no gradient"),
     ("matmul", "torch.func.grad"): (NotImplementedError, "has no gradient"),
     ("matmul_error_bound", "torch.func.grad"): (NotImplementedError, "has no gradient"),
-}
+    # Linear ones alone have forward mode.
+    **{
+        (name, "torch.func.jvp"): (NotImplementedError, "has no forward-mode derivative in")
+        for name in (
+            "fake_quantize", "fake_quantize, given", "rms_norm", "swiglu", "linear_swiglu", "linear_of_codes",
+        )
+    },
+}  # fmt: skip
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -184,6 +191,16 @@ def autograd(example: Example, f: Any, device: str) -> Tried:
         yield name, tried
 
 
+def _total(example: Example, f: Any, tensors: Tensors, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sum of all results, a function of one operand."""
+
+    def total(one: torch.Tensor) -> torch.Tensor:
+        made = tensors_of(example.call(f, {**tensors, name: one}))
+        return sum((part.float().sum() for part in made), torch.zeros((), device=one.device))
+
+    return total
+
+
 def func_grad(example: Example, f: Any, device: str) -> Tried:
     """`torch.func.grad` of the sum: what autograd gives, 0 where there is no gradient."""
     tensors = example.make(example.rows, device)
@@ -191,16 +208,27 @@ def func_grad(example: Example, f: Any, device: str) -> Tried:
         if not t.is_floating_point() or (example.gradients and name not in example.gradients):
             continue
 
-        def total(one: torch.Tensor, name: str = name) -> torch.Tensor:
-            made = tensors_of(example.call(f, {**tensors, name: one}))
-            return sum((part.float().sum() for part in made), torch.zeros((), device=one.device))
-
-        def tried(t: torch.Tensor = t, total: Any = total) -> bool:
+        def tried(name: str = name, t: torch.Tensor = t) -> bool:
+            total = _total(example, f, tensors, name)
             made, leaf = torch.func.grad(total)(t), t.clone().requires_grad_()
             y = total(leaf)
             if y.requires_grad:
                 y.backward()
             return same_bits(made, leaf.grad if leaf.grad is not None else torch.zeros_like(t))
+
+        yield name, tried
+
+
+def func_jvp(example: Example, f: Any, device: str) -> Tried:
+    """`torch.func.jvp` of the sum, of functions that have a gradient: <1, J t> is <J' 1, t>."""
+    tensors = example.make(example.rows, device)
+    for name in example.gradients:
+
+        def tried(name: str = name, t: torch.Tensor = tensors[name]) -> bool:
+            total = _total(example, f, tensors, name)
+            pushed = torch.func.jvp(total, (t,), (t.flip(0),))[1]
+            products = torch.func.grad(total)(t).float() * t.flip(0).float()
+            return bool((pushed - products.sum()).abs() <= 0.02 * products.abs().sum())
 
         yield name, tried
 
@@ -277,6 +305,7 @@ SITUATIONS = {
     "vmap": vmapped,
     "autograd": autograd,
     "torch.func.grad": func_grad,
+    "torch.func.jvp": func_jvp,
     "meta": meta,
     "more than 2**31 elements": huge,
     "sparse": sparse,

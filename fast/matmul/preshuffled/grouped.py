@@ -152,7 +152,7 @@ GROUPED_LINEAR_SMALL = Function(
     "grouped_linear_small", ("x", *STORED, "offsets"), _reference, _operate, _kernel, differentiable=True
 )
 GROUPED_LINEAR_SMALL_OP = register(
-    "grouped_linear_small", grouped_linear_small_op, _fake, _backward, _save, SCHEMA
+    "grouped_linear_small", grouped_linear_small_op, _fake, _backward, _save, SCHEMA, linear_in=(0,)
 )
 
 __all__ = ["GROUPED_LINEAR_SMALL", "MOST_AVERAGE", "average_rows_as_stored", "grouped_linear_small"]

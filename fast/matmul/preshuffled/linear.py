@@ -152,7 +152,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 LINEAR_SMALL = Function(
     "linear_small", ("x", *STORED, "bias"), _reference, _operate, _kernel, differentiable=True
 )
-LINEAR_SMALL_OP = register("linear_small", linear_small_op, _fake, _backward, _save, SCHEMA)
+LINEAR_SMALL_OP = register("linear_small", linear_small_op, _fake, _backward, _save, SCHEMA, linear_in=(0, 4))
 
 
 # The codes: operand them, or their words; value the element

@@ -150,8 +150,9 @@ LINEAR_SMALL_PAIR = Function(
     "linear_small_pair", OPERANDS, _pair_reference, _pair, _pair_kernel, differentiable=True
 )
 LINEAR_SMALL_PAIR_OP = register(
-    "linear_small_pair", linear_small_pair_op, _pair_fake, _pair_backward, _save, SCHEMA + "(Tensor, Tensor)"
-)
+    "linear_small_pair", linear_small_pair_op, _pair_fake, _pair_backward, _save, SCHEMA + "(Tensor, Tensor)",
+    linear_in=(0,),
+)  # fmt: skip
 
 
 # silu of one times the other

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -98,7 +99,17 @@ def jacobians(m):
 
 
 def linearize(m):
-    exact(torch.func.linearize(m, X)[0], m(X))
+    y, push = torch.func.linearize(m, X)
+    exact(y, m(X))
+    close(push(MORE[:3]), torch.func.jvp(m, (X,), (MORE[:3],))[1])
+
+
+def duals(m):
+    """Tangents that no transform of torch.func wraps."""
+    with forward_ad.dual_level():
+        y, pushed = forward_ad.unpack_dual(m(forward_ad.make_dual(X, MORE[:3])))
+    exact(y, m(X))
+    close(pushed, torch.func.jvp(m, (X,), (MORE[:3],))[1])
 
 
 def vmap(m):
@@ -209,10 +220,9 @@ def export(m):
 
 
 BY_DAY = (
-    functional_call, grad, grad_of_parameters, jvp, jacobians, vmap, ensemble, fake, meta, graph, symbolic_trace, no_rows,
-    no_axis, nan_input, fast_path, jit_trace, jit_script, jit_save,
+    functional_call, grad, grad_of_parameters, jvp, duals, linearize, jacobians, vmap, ensemble, fake, meta, graph,
+    symbolic_trace, no_rows, no_axis, nan_input, fast_path, jit_trace, jit_script, jit_save,
 )  # fmt: skip
-EAGER = (*BY_DAY, linearize)
 COMPILED = (unbacked, one_program, export)
 #: By transform, for every kind: what is not right.
 ANSWERS = {
@@ -243,13 +253,6 @@ def test_unbacked_rows():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", KINDS)
-def test_by_night(kind):
-    for transform in EAGER:
-        walk(transform, KINDS[kind])
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("transform", COMPILED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled(kind, transform):
@@ -270,7 +273,6 @@ def takes(scheme, activation):
 def test_every_scheme(scheme):
     for activation in (None, scheme):
         if takes(scheme, activation):
-            # Not `linearize`: a mode records tangents there, of which a CPU's kernel "fused" has no derivative.
             for transform in BY_DAY:
                 walk(transform, (scheme, activation))
 
