@@ -336,6 +336,16 @@ def _traced(device: str, *problem: Any) -> str | None:
     return _looked_up(Problem(*problem), torch.device(device))
 
 
+def standing(shape: Iterable[int], device: torch.device) -> tuple[tuple[str, ...], ...]:
+    """All choices on a device for weights of two lengths, in either order, as text; none where defaults are pinned."""
+    if pinned():
+        return ()
+    lengths = set(shape)
+    mine = (c for c in choices_for(device) if {c.problem.n, c.problem.k} == lengths)
+    rows = ((repr(c.problem), c.kernel, *(str(one.most_rows) for one in c.candidates)) for c in mine)
+    return tuple(sorted(rows))
+
+
 def training_operands(recipe: Recipe) -> dict[str, Operands]:
     """The operands of a recipe's directions, as its problems have them."""
     result = {"training": (recipe.key, "", "")}
@@ -465,6 +475,7 @@ __all__ = [
     "read",
     "rows_range",
     "save",
+    "standing",
     "training_operands",
     "tuned",
 ]

@@ -33,6 +33,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, changed_recipe, named
+from ao_lab.gemm.choices import standing
 from ao_lab.tensor.metadata import (
     DTYPES,
     LAYOUTS,
@@ -51,8 +52,9 @@ from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATI
 from ao_lab.tensor.sparse_codes import dense_codes, dense_recipe, dense_scheme
 from ao_lab.tensor.torch_changes import ANSWERS, PENDING, make_changes, refuse_files, refuse_onnx
 from ao_lab.tensor.weight_guards import Form, changes_in_place
-from fast.dispatch import is_transformed
+from fast.dispatch import is_traced, is_transformed
 from fast.layers.hadamard import rotated_back
+from fast.user_cache import sources_key
 from reference import Quantized, Scales, Scheme
 from reference.arrays.namespace import and_nearest
 from reference.schemes.schemes import scheme_of
@@ -366,13 +368,17 @@ class QuantizedTensor(torch.Tensor):
         return function(func, args, kwargs or {})
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled programs may depend on, as text that is the same in every process (torch's cache asks for it)."""
+        """What compiled programs may depend on, as text that is the same in every process (torch's cache asks for it).
+
+        Operations of a weight are of a program's making: one that other sources made, or other choices of `tune`, is another.
+        """
         inner = [
             (name, str(part.dtype), tuple(part.shape), part.stride(), str(part.device))
             for name, part in self.parts.items()
             if part is not None
         ]
-        text = repr((described(self.meta), tuple(self.shape), self.requires_grad, inner))
+        made_by = sources_key("ao_lab", "fast", "reference"), standing(self.shape[-2:], self.device)
+        text = repr((described(self.meta), tuple(self.shape), self.requires_grad, inner, made_by))
         return sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -385,7 +391,9 @@ class QuantizedTensor(torch.Tensor):
         is_parameter, plain = getattr(self, "_is_param", False), self.plain
         # A tensor with attributes is pickled with them; what products keep with the codes is not written.
         parts = {name: part if part is None else signed(part).detach() for name, part in plain.parts.items()}
-        return rebuilt, (parts, described(plain.meta), tuple(self.shape), is_parameter, self.requires_grad)
+        state = (parts, described(plain.meta), tuple(self.shape), is_parameter, self.requires_grad)
+        # Before torch 2.13 its cache of programs reads this of weights that are traced.
+        return rebuilt, (*state, self._stable_hash_for_caching()) if is_traced(self.codes) else state
 
 
 class SparseQuantizedTensor(QuantizedTensor):
@@ -492,8 +500,9 @@ def rebuilt(
     shape: tuple[int, ...],
     is_parameter: bool,
     requires_grad: bool,
+    key: str = "",
 ) -> Any:
-    """What `QuantizedTensor.__reduce_ex__` took apart."""
+    """What `QuantizedTensor.__reduce_ex__` took apart. key: of caches, not read."""
     parts = {name: part if part is None else unsigned(part) for name, part in parts.items()}
     result = QuantizedTensor(parts, meta_from(fields), shape)
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)

@@ -1,5 +1,6 @@
 """The user's cache: found without a home folder, and read only where nobody else could have written it."""
 
+import importlib
 import os
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from fast import user_cache
 from fast.launch import nvrtc
-from fast.user_cache import NoCacheFolder, UntrustedFile, cache_folder, read_own, write_own
+from fast.user_cache import NoCacheFolder, UntrustedFile, cache_folder, read_own, sources_key, write_own
 
 SOURCE = ("code", {}, ["-arch=sm_90a"], "kernel")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are POSIX's")
@@ -117,3 +118,26 @@ def test_a_kernel_that_another_user_planted_is_not_run(compiles, tmp_path, monke
 
 def test_without_a_home_each_process_compiles(compiles, no_home):
     assert nvrtc.cached_cubin(*SOURCE) != nvrtc.cached_cubin(*SOURCE)
+
+
+def test_a_key_of_sources_is_of_names_and_contents_alone(monkeypatch, tmp_path):
+    """One for a package wherever it lies; another for a changed file, a moved one and a changed table."""
+
+    def key(place, **files):
+        folder = tmp_path / place / "made_of_sources"
+        folder.mkdir(parents=True)
+        for name, text in {"__init__.py": "", **files}.items():
+            (folder / name).write_text(text)
+        monkeypatch.syspath_prepend(folder.parent)
+        monkeypatch.delitem(sys.modules, folder.name, raising=False)
+        importlib.import_module(folder.name)
+        sources_key.cache_clear()
+        return sources_key(folder.name)
+
+    first = {"a.py": "x = 1", "table.toml": "b = 1"}
+    keys = [key("first", **first), key("elsewhere", **first, **{"notes.txt": "not read"})]
+    assert keys[0] == keys[1]
+    keys += [key("changed", **first | {"a.py": "x = 2"}), key("table", **first | {"table.toml": "b = 2"})]
+    keys.append(key("moved", **{"b.py": "x = 1", "table.toml": "b = 1"}))
+    sources_key.cache_clear()
+    assert len(set(keys)) == 4

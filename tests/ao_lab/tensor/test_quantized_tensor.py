@@ -12,10 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from ao_lab import QuantizedTensor, Recipe, quantized
+from ao_lab.gemm import choices
 from ao_lab.gemm.operand import kept
+from ao_lab.tensor import quantized_tensor
 from ao_lab.tensor.metadata import PARTS, described, meta_from
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import STORED, same, specified, stored, weight
@@ -140,6 +143,37 @@ def test_caches_of_programs_tell_recipes_apart():
     ]
     assert t._stable_hash_for_caching() == same_description._stable_hash_for_caching()
     assert len({x._stable_hash_for_caching() for x in [t, *others]}) == 7
+
+
+@pytest.fixture
+def no_choices(monkeypatch, tmp_path):
+    """None of `tune`, before and after."""
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    choices.forget()
+    yield
+    choices.forget()
+
+
+def test_caches_of_programs_tell_versions_and_choices_apart(no_choices, monkeypatch):
+    """A program on disk that another version's operations made, or other choices of `tune`, is not taken."""
+    t = quantized(weight(32, 64), "int4_g32")
+    texts = [t._stable_hash_for_caching()]
+    with FakeTensorMode() as mode:
+        traced = mode.from_tensor(t)
+        assert texts[0] in traced.__reduce_ex__(2)[1]  # what torch 2.11 reads
+        assert copy.copy(traced).shape == t.shape
+    problem = choices.problem_of("inference", "", "int4_g32", (4, 32, 64), t.dtype)
+    for kernel in ("fused", "dequantize"):
+        choices.choices_for(t.device).add(choices.Choice(problem, kernel))
+        texts.append(t._stable_hash_for_caching())
+    with choices.default_choices():
+        assert t._stable_hash_for_caching() == texts[0]
+    other = choices.Choice(choices.problem_of("inference", "", "int4_g32", (4, 48, 64), t.dtype), "fused")
+    choices.choices_for(t.device).add(other)
+    assert t._stable_hash_for_caching() == texts[-1]
+    choices.forget()
+    monkeypatch.setattr(quantized_tensor, "sources_key", lambda *packages: "others")
+    assert len({*texts, t._stable_hash_for_caching()}) == 4
 
 
 # A part of a weight that another takes the place of: products, guards and copies see the new one.

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
 from ao_lab import Recipe, SchemeConfig, quantize_, quantized
+from ao_lab.gemm import choices
+from ao_lab.gemm.select import inference_keys
 from reference import SCHEMES, Scales
 from tests.support.runs import forks
 
@@ -73,12 +76,33 @@ def test_compiled_in_one_graph(scheme, activation):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("scheme", "activation"), [PAIRS[1], PAIRS[5], PAIRS[6]])
 def test_compiled_by_inductor(scheme, activation):
-    # Kernel "fused" of weights alone is compared by tests/fast/cpu/test_linear.py. Here, late in a process that had run many
-    # other tests, its compiled sums were off by a last bit twice; alone never (reports/LOG.md).
-    net = network(scheme, activation, kernel="auto" if activation else "dequantize")
+    net = network(scheme, activation)
     with torch.no_grad():
         dense = net.first(net.table(TOKENS))
         assert torch.equal(torch.compile(net.first, fullgraph=True)(net.table(TOKENS)), dense)
+
+
+@pytest.fixture
+def no_choices(monkeypatch, tmp_path):
+    """None of `tune`, before and after."""
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    choices.forget()
+    yield
+    choices.forget()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_program_on_disk_from_before_a_choice_is_not_taken(no_choices):
+    """torch keeps what Inductor compiled by what it was made of: a layer's own operations, as they are chosen, belong to it."""
+    net, x = network("int4_g32_asymmetric"), torch.linspace(-2, 2, 6 * 128).reshape(6, 128)
+    keys = inference_keys(net.first.weight.t())
+    problem = choices.problem_of("inference", *keys, (6, 256, 128), torch.float32)
+    with torch.no_grad(), fresh_cache():
+        for _ in range(2):
+            torch.compiler.reset()
+            compiled = torch.compile(net.first, fullgraph=True)
+            assert torch.equal(compiled(x), net.first(x))
+            choices.choices_for(x.device).add(choices.Choice(problem, "dequantize"))
 
 
 @pytest.mark.parametrize(("scheme", "activation"), PAIRS)
