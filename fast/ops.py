@@ -114,17 +114,19 @@ def register(
     save: Callable[..., Any] | None = None,
     schema: str | None = None,
     linear_in: tuple[int, ...] = (),
+    direct: tuple[str, ...] = ("CUDA",),
 ) -> Any:
     """The operator `ao_lab::name`; schema: None for that of the implementation's annotations. Without a backward, what comes of
     operands that require a gradient raises NotImplementedError where it is differentiated. linear_in: places of arguments in
-    which together it is linear: its inputs, then such as may be None (a bias). Of others tangents raise NotImplementedError."""
+    which together it is linear: its inputs, then such as may be None (a bias). Of others tangents raise NotImplementedError.
+    direct: devices on which the implementation is called past torch's wrapping (`_call_directly`)."""
     schema = torch.library.infer_schema(implementation, mutates_args=()) if schema is None else schema
     if backward is None:
         implementation = _without_gradient(name, implementation)
     operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_vmap(_one_by_one(operator))
-    _call_directly(operator, implementation, backward is not None)
+    _call_directly(operator, implementation, backward is not None, direct)
     if backward is None:
         operator.register_torch_dispatch(FunctionalTensorMode, _traced_without_gradient)
         return operator
@@ -132,20 +134,23 @@ def register(
     return _differentiable(operator, backward, save, linear_in)
 
 
-def _call_directly(operator: Any, implementation: Callable[..., Any], differentiable: bool) -> None:
-    """Let an operator call its implementation on GPUs without what torch puts around that in Python.
+def _call_directly(
+    operator: Any, implementation: Callable[..., Any], differentiable: bool, devices: tuple[str, ...]
+) -> None:
+    """Let an operator call its implementation on some devices without what torch puts around that in Python.
 
     A compiled training step calls four such operators a layer, and that wrapping, which records gradients and compares the
     memory of results with that of arguments, takes the host longer than a prepared launch. Where there is no gradient none is
     recorded, on CPUs either: the functions detach what they give to such operators (`fast.dispatch`), and what a direct call
     gives refuses to be differentiated (`_without_gradient`). Memory is compared on CPUs still, where the same implementations
-    are tested.
+    are tested, but for those whose product takes as long (`fast.matmul.cpu_ops`).
     """
     name = operator._opoverload._schema.name
     for key in () if differentiable else ("AutogradCPU", "AutogradCUDA"):
         operator._lib.impl(name, torch.library.fallthrough_kernel, key)
     # Called between graphs of a compiled function, an implementation is not compiled itself.
-    operator._lib.impl(name, torch._disable_dynamo(implementation), "CUDA")
+    for device in devices:
+        operator._lib.impl(name, torch._disable_dynamo(implementation), device)
 
 
 def _without_gradient(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:

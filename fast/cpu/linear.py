@@ -321,10 +321,17 @@ def prepared_rows(x: torch.Tensor, w: Quantized) -> PreparedRows | None:
     if x.dim() != 2 or not len(x) or numba_missing() is not None or x.dtype not in DTYPES:
         return None
     check_operands(x, w, None)
+    way = way_of(x)
+    return _prepared_row(w) if way is None else _prepared_several(w, *way)
+
+
+def way_of(x: torch.Tensor) -> tuple[torch.dtype, bool] | None:
+    """What inputs (M, K), one row or more, share with all that go the same way: the dtype of operands, and whether the loop
+    multiplies; None for one row."""
     if len(x) == 1:
-        return _prepared_row(w)
+        return None
     dtype = _operands(x)
-    return _prepared_several(w, dtype, len(x) <= _loop_rows(dtype))
+    return dtype, len(x) <= _loop_rows(dtype)
 
 
 def _prepared_row(w: Quantized) -> PreparedRows | None:
@@ -388,4 +395,5 @@ __all__ = [
     "linear_of_rows",
     "prepared_rows",
     "takes",
+    "way_of",
 ]

@@ -9,6 +9,7 @@ weight's tensors and the bias; values `cache.settings` of the weight.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,16 +140,19 @@ LINEAR_OF_CODES_OP = register(
 SCHEMA = f"(Tensor x, {TENSORS}, Tensor? bias, {FORM}) -> Tensor"
 
 
-def linear_function(name: str, compute: Reference, kernel: Kernel | None = None) -> tuple[Function, Any]:
+def linear_function(
+    name: str, compute: Reference, kernel: Kernel | None = None, on_cpu: Reference | None = None
+) -> tuple[Function, Any]:
     """A product of x, a stored weight and a bias with its operator ``ao_lab::name``.
 
-    compute: by the reference, or on a CPU. The operator takes x, codes, scale, outer scale, zero point, bias, the weight's
-    shape, its record as text, and whether codes are packed.
+    compute: by the reference, or on a CPU. on_cpu: what the operator calls there in place of it, past all that is looked up.
+    The operator takes x, codes, scale, outer scale, zero point, bias, the weight's shape, its record as text, and whether codes
+    are packed.
     """
 
     def implementation(*arguments: Any) -> torch.Tensor:
         *operands, shape, scheme, packed = arguments
-        y: torch.Tensor = execute(function, record_of(scheme), (tuple(shape), 1, packed, False), operands)
+        y: torch.Tensor = product(record_of(scheme), (tuple(shape), 1, packed, False), operands)
         return y
 
     def operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
@@ -158,8 +162,10 @@ def linear_function(name: str, compute: Reference, kernel: Kernel | None = None)
         return y
 
     function = Function(name, ("x", *STORED, "bias"), compute, operate, kernel, differentiable=True)
+    product = on_cpu or partial(execute, function)
+    devices = ("CPU",) if on_cpu else ("CUDA",)
     operator = register(
-        name, implementation, _linear_fake, _linear_backward, _save_linear, SCHEMA, linear_in=(0, 5)
+        name, implementation, _linear_fake, _linear_backward, _save_linear, SCHEMA, (0, 5), devices
     )
     return function, operator
 

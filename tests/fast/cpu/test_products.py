@@ -1,15 +1,23 @@
 """Products that a CPU prepares with a layer's weight: the bits of the ordinary call, whatever happens to weight and inputs."""
 
+import importlib
+import weakref
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import ao_lab
+import fast
 from ao_lab.tensor import matmul_ops
 from fast.cpu import prepared_dequantize, products
 from fast.cpu import quantize as rounding
+from fast.cpu.linear import linear_of_rows
+from fast.matmul.weights import parts
 from reference import Scales
+
+cpu_ops = importlib.import_module("fast.matmul.cpu_ops")  # `fast.matmul` is a function too
 
 CONFIGS = {
     "int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
@@ -127,3 +135,60 @@ def test_results_may_be_changed_in_place_with_a_gradient(name, rows):
         with torch.no_grad():
             y = made(inputs(rows, dtype=torch.float32))
         y.add_(added).sum().backward()
+
+
+# The operator, which programs call with the parts of a weight: what it keeps lives as long as the codes.
+
+
+def of_parts(x, w, bias=None):
+    return torch.ops.ao_lab.cpu_linear(x, *parts(w), bias, list(w.shape), w.scheme.key, w.packed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32_asymmetric", "nvfp4", "fp8_rowwise"])
+def test_the_operators_bits_are_those_of_the_ordinary_call(scheme, rows, monkeypatch):
+    """Of the first call and of later ones, of other inputs, dtypes and biases, and of codes and scales that were changed."""
+    w, other = (fast.quantize(inputs(160, dtype=torch.float32, seed=seed), scheme) for seed in (1, 2))
+    prepared = []
+    monkeypatch.setattr(cpu_ops, "_prepared", lambda *a, f=cpu_ops._prepared: prepared.append(a) or f(*a))
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for bias in (None, inputs(2, dtype=dtype).flatten()[:160]):
+            for seed in range(4):
+                x = inputs(rows, dtype=dtype, seed=seed)
+                assert torch.equal(of_parts(x, w, bias), linear_of_rows(x, w, bias))
+    assert len(prepared) == 6
+    for name in ("codes", "scale", "outer", "zero"):
+        if getattr(w, name) is not None:
+            getattr(w, name).copy_(getattr(other, name))
+    assert torch.equal(of_parts(x, w), linear_of_rows(x, other))
+    w.codes.set_(fast.quantize(inputs(160, dtype=torch.float32), scheme).codes.clone())
+    assert torch.equal(of_parts(x, w), linear_of_rows(x, w))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_an_operator_keeps_goes_with_the_codes(rows):
+    """Their memory too, without a look for garbage."""
+    w, x = fast.quantize(inputs(160, dtype=torch.float32), "int8_rowwise"), inputs(rows)
+    memory = w.codes.numpy().copy()
+    w, gone = replace(w, codes=torch.from_numpy(memory)), weakref.ref(memory)
+    del memory
+    for _ in range(3):
+        of_parts(x, w)
+    assert w.codes in cpu_ops._KEPT
+    kept = len(cpu_ops._KEPT)
+    del w
+    assert len(cpu_ops._KEPT) == kept - 1
+    assert gone() is None
+
+
+@torch.no_grad()
+def test_the_operator_refuses_in_every_call():
+    w, x = fast.quantize(inputs(160, dtype=torch.float32), "int8_rowwise"), inputs(3)
+    for _ in range(3):
+        of_parts(x, w)
+        with pytest.raises(ValueError, match=r"bias of shape \(159,\) for 160 outputs"):
+            of_parts(x, w, torch.zeros(159))
+        with pytest.raises(ValueError, match="the last axes must be the same"):
+            of_parts(x[:, 1:], w)
