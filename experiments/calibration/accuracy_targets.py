@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.calibration.cases import EXPERIMENT, ROUNDING
 from experiments.calibration.choice import CHOSEN_BY, OVER
-from experiments.calibration.run import EXPERIMENT, ROUNDING
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from experiments.calibration import choice
+from experiments.calibration.cases import ARMS, ROUNDING
 from experiments.calibration.peers.records import PEERS
-from experiments.calibration.run import ARMS, ROUNDING
 from experiments.models.causal_lm import FILE
 from experiments.models.quantized_model import WEIGHTS
 from experiments.report.content import Drawing, member

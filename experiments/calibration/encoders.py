@@ -13,22 +13,18 @@ from functools import cache, partial
 
 import torch
 
-from experiments.calibration.peers.records import PEERS
-from experiments.calibration.run import (
+from experiments.calibration.cases import (
     DRAWS_PART,
     EXPERIMENT,
     ROUNDING,
     Case,
-    Run,
-    add_dense,
     arms_of,
     cases_of,
     methods_of,
     not_there,
-    quantized,
-    share,
-    unfinished,
 )
+from experiments.calibration.peers.records import PEERS
+from experiments.calibration.run import Run, add_dense, quantized, share, unfinished
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import RealModel

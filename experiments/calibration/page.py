@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ao_lab.intervals import rounded
 from experiments.calibration import accuracy_targets, choice, peers_page, shapes_page
+from experiments.calibration.cases import EXPERIMENT, ROUNDING, planned
 from experiments.calibration.drawings import (
     bytes_drawing,
     cases,
@@ -18,7 +19,6 @@ from experiments.calibration.drawings import (
     seconds_of,
 )
 from experiments.calibration.encoders import encoder_sections
-from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row, interval
 from experiments.models.causal_lm import BASE
 from experiments.report import accuracies

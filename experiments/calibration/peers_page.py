@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from experiments.calibration.cases import ARMS, ROUNDING
 from experiments.calibration.peers.records import INSTALL, PEERS
-from experiments.calibration.run import ARMS, ROUNDING
 from experiments.report.content import Table
 from experiments.report.real_runs import CHANGE, CHANGE_ERROR, RealRun, quality_cells
 from experiments.report.results import Results, number

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from experiments.calibration import choice, drawings, page, peers_page
-from experiments.calibration.run import ARMS
+from experiments.calibration.cases import ARMS
 from experiments.harness.rows import Row
 from experiments.report.fronts import front
 from experiments.report.plots import Point, marker

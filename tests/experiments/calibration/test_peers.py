@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from experiments.calibration import page, run
+from experiments.calibration.cases import ARMS, Case, peers_of
 from experiments.calibration.peers import driver, exchange
 from experiments.calibration.peers.records import INSTALL, PEERS, PeerScheme, bits_per_weight, peer_scheme
-from experiments.calibration.run import Case, peers_of
 from experiments.data import texts
 from experiments.harness.rows import table_parts
 from experiments.models.causal_lm import Undivided
@@ -188,7 +188,7 @@ def test_the_driver_knows_every_peer():
     assert (
         set(driver.WORK) == set(driver.DISTRIBUTIONS) == set(INSTALL) == {arm.peer for arm in PEERS.values()}
     )
-    assert not set(PEERS) & set(run.ARMS)
+    assert not set(PEERS) & set(ARMS)
 
 
 def test_the_driver_imports_nothing_of_ours(tmp_path):

@@ -11,9 +11,10 @@ import torch
 from ao_lab.choose.result import Trial
 from ao_lab.cli.app import main
 from ao_lab.eval import Tokens
-from experiments.calibration import page, run
+from experiments.calibration import cases, page, run
+from experiments.calibration.cases import ARMS, Case, arms_of, cases_of, check_parts, methods_of
 from experiments.calibration.drawings import seconds_of
-from experiments.calibration.run import ARMS, Case, arms_of, cases_of, check_parts, methods_of, share
+from experiments.calibration.run import share
 from experiments.data import texts
 from experiments.data.texts import calibration_documents, drawn_sequences
 from experiments.harness.measuring import Deadline, is_late
@@ -36,10 +37,10 @@ def reproduced(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AO_LAB_CACHE", str(place / "cache"))
         patch.delenv(texts.VARIABLE, raising=False)
-        patch.setitem(run.ARMS, "nothing yet", (("NoSuchMethod", {}),))
+        patch.setitem(cases.ARMS, "nothing yet", (("NoSuchMethod", {}),))
         patch.setitem(run.SEQUENCES, "quick", 10)
-        patch.setitem(run.DRAWN, "quick", (("int3_g64_asymmetric", "search by inputs"),))
-        patch.setattr(run, "DRAWS", 3)
+        patch.setitem(cases.DRAWN, "quick", (("int3_g64_asymmetric", "search by inputs"),))
+        patch.setattr(cases, "DRAWS", 3)
         assert main(command(folder, place, "nothing yet")) == 0
     return place, read(Paths(place / "cache", place / "reports").rows("calibration"))
 
@@ -321,16 +322,16 @@ def test_draws_are_a_part(tmp_path):
     """Rounding once, then each method on five seeds; a seed's sequences and AutoRound's order are of that seed."""
     scheme, methods = "int2_g64_asymmetric", ("gptq", "gptq + autoround")
     here = settings(tmp_path, only=("draws", scheme, *methods))
-    tasks = [(case.setting, arm, seed) for case, arm, seed in run.tasks_of_run(here)]
+    tasks = [(case.setting, arm, seed) for case, arm, seed in cases.tasks_of_run(here)]
     assert tasks == [
         (scheme, "rounding", 0),
         *((scheme, method, seed) for seed in range(5) for method in methods),
     ]
     assert [methods_of("gptq + autoround", seed)[-1].seed for seed in (0, 3)] == [0, 3]
-    short = run.tasks_of_run(settings(tmp_path, scale="quick", only=("draws",)))
-    assert len(short) == 1 + 5 * len(run.SHORT_DRAWN)
-    schemes = {case.setting for case, _, _ in run.tasks_of_run(settings(tmp_path, only=("draws", "hqq")))}
-    assert schemes == {name for name, _ in run.DRAWN["full"]}
+    short = cases.tasks_of_run(settings(tmp_path, scale="quick", only=("draws",)))
+    assert len(short) == 1 + 5 * len(cases.SHORT_DRAWN)
+    schemes = {case.setting for case, _, _ in cases.tasks_of_run(settings(tmp_path, only=("draws", "hqq")))}
+    assert schemes == {name for name, _ in cases.DRAWN["full"]}
     with pytest.raises(ValueError, match="draws are of schemes and methods of ours, not of choice"):
         check_parts(["draws", "choice"])
 

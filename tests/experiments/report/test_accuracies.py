@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from ao_lab.cli.app import app
-from experiments.calibration.run import arms_of, cases_of
+from experiments.calibration.cases import arms_of, cases_of
 from experiments.fp8_training import page as fp8_page
 from experiments.fp8_training import real as fp8_real
 from experiments.harness.registry import EXPERIMENTS
