@@ -8,10 +8,11 @@ standard error (linearized ratio), on data that no method saw (`experiments.mode
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
+from torch import nn
 
 from experiments.calibration.cases import (
     DRAWS_PART,
@@ -25,6 +26,7 @@ from experiments.calibration.cases import (
 )
 from experiments.calibration.peers.records import PEERS
 from experiments.calibration.run import Run, add_dense, quantized, share, unfinished
+from experiments.calibration.unfinished import KeptRounding
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import RealModel
@@ -78,11 +80,14 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
         if case.budget is None
         for arm in arms_of(settings, case)
     }
-    return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
+    failed = tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
+    for case in dict.fromkeys(case for case, _ in tasks.values()):
+        KeptRounding.of(settings, model, case).measured(failed)
+    return failed
 
 
 def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -> EncoderRun:
-    """A loaded encoder, its data, and the sequences that methods see; Late between them."""
+    """A loaded encoder, its data, and the sequences that methods see."""
     bench, watch = encoder_bench(settings, model), watch or Watch(Deadline(None))
     watch.at("sequences")
     end = bench.tokenizer.sep_token_id or bench.tokenizer.eos_token_id
@@ -106,14 +111,16 @@ def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
     kept = None if arm in PEERS else unfinished(here.settings, here.bench.model, case, methods_of(arm))
 
     def work(found: dict[str, Values]) -> Values:
-        if case.setting not in here.judged and arm != ROUNDING:
-            here.judged[case.setting] = here.encoder.judged(quantized(here, case, ())[1])
-        values, model = quantized(here, case, methods_of(arm))
-        ours = here.encoder.judged(model)
         if arm == ROUNDING:
-            here.judged[case.setting] = ours
+            with here.watch.until_kept():
+                values, model = quantized(here, case, ())
+                ours = judged_rounding(here, case, model)
+        else:
+            base = rounding(here, case)
+            values, model = quantized(here, case, methods_of(arm))
+            ours = here.encoder.judged(model)
         for data, mine in ours.items():
-            shares = {} if arm == ROUNDING else recovered(mine, here.judged[case.setting][data])
+            shares = {} if arm == ROUNDING else recovered(mine, base[data])
             found[data] = {**values_of(mine, here.encoder.dense[data]), **shares, **status("ok")}
         return values
 
@@ -121,6 +128,34 @@ def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
     if kept is not None:
         kept.measured(f"{arm}, {case.setting}", found, here.settings.seconds)
     return found
+
+
+def rounding(here: EncoderRun, case: Case) -> dict[str, Judged]:
+    """What rounding does in a scheme by data: of this run, kept of one that was stopped, or measured now."""
+    if not (found := known_rounding(here, case)):
+        with here.watch.first(ROUNDING), here.watch.until_kept():
+            found = judged_rounding(here, case, quantized(here, case, ())[1])
+    return found
+
+
+def known_rounding(here: EncoderRun, case: Case) -> dict[str, Judged]:
+    """What is known, or kept, of that; nothing where it is not of all data."""
+    if case.setting not in here.judged:
+        kept = KeptRounding.of(here.settings, here.bench.model, case).remembered(Judged)
+        if {*kept} == {*here.encoder.dense}:
+            here.judged[case.setting] = {
+                data: replace(one, documents=tuple(one.documents)) for data, one in kept.items()
+            }
+    return here.judged.get(case.setting, {})
+
+
+def judged_rounding(here: EncoderRun, case: Case, model: nn.Module) -> dict[str, Judged]:
+    """What a rounded copy does, judged once, and kept for a run that goes on with this one."""
+    if not known_rounding(here, case):
+        here.judged[case.setting] = here.encoder.judged(model)
+        KeptRounding.of(here.settings, here.bench.model, case).remember(here.judged[case.setting])
+        here.watch.keeps()
+    return here.judged[case.setting]
 
 
 def recovered(ours: Judged, rounding: Judged) -> Values:

@@ -167,10 +167,11 @@ def add_dense(tables: Tables, bench: AnyBench, data_of_tables: Sequence[str]) ->
     tables.watch.at(bench.baseline)
     for data, values in {MODEL: sizes(bench.base), **bench.results(bench.base)}.items():
         tables.journal.add(tables.rows(data, place, {**values, **status("ok")}))
+    tables.watch.keeps()
 
 
 def prepared(settings: Settings, model: RealModel, watch: Watch | None = None) -> Run:
-    """A loaded model, the windows of its texts, and the sequences that methods see; Late between them."""
+    """A loaded model, the windows of its texts, and the sequences that methods see."""
     length, count, batch = TOKENS[settings.scale], SEQUENCES[settings.scale], BATCH[settings.device]
     watch = watch or Watch(Deadline(None))
 
@@ -193,25 +194,38 @@ def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     kept = unfinished(here.settings, here.bench.model, case, chosen)
 
     def work(found: dict[str, Values]) -> Values:
-        if arm != ROUNDING:
-            measure_rounding(here, case)
+        if case.budget is not None:
+            choose(here)
+        if arm == ROUNDING:
+            with here.watch.until_kept():
+                return judged(found)
+        measure_rounding(here, case)
+        return judged(found)
+
+    def judged(found: dict[str, Values]) -> Values:
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, chosen)
         for windows in here.bench.windows:
             here.watch.at(windows.text.name)
-            with torch.no_grad():
-                sums = evaluated(here.bench, windows, model)
-            shares = recovered(here, case, windows, sums)
-            if case.budget is not None:
-                shares |= over_choice(here, case, arm, windows, sums)
-            found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
-        if arm == ROUNDING:
-            keep_rounding(here, case)
+            found[windows.text.name] = on_text(here, case, arm, windows, model)
         return {**values, **harness_values(here.settings, here.bench.model, model)}
 
     found = by_data(work)
     if kept is not None:
         kept.measured(f"{arm}, {case.setting}", found, here.settings.seconds)
     return found
+
+
+@torch.no_grad()
+def on_text(here: Run, case: Case, arm: str, windows: TextWindows, model: nn.Module) -> Values:
+    """Values of a method's model on a text, beside what rounding does there."""
+    if arm == ROUNDING:
+        sums, shares = rounding_on(here, case, windows, model), Values()
+    else:
+        sums = evaluated(here.bench, windows, model)
+        shares = recovered(sums, here.rounded[case.setting, windows.text.name], windows.documents)
+    if case.budget is not None:
+        shares |= over_choice(here, case, arm, windows, sums)
+    return {**values_of(sums, windows), **shares, **status("ok")}
 
 
 def unfinished(
@@ -245,29 +259,33 @@ def by_peer(here: Run, case: Case, arm: str) -> tuple[Values, nn.Module]:
 
 def measure_rounding(here: Run, case: Case) -> None:
     """What rounding does in a scheme, on the texts of which neither this run nor one that was stopped has measured it."""
-    if not not_rounded(here, case):
-        return
-    for name, sums in KeptRounding.of(here.settings, here.bench.model, case).remembered().items():
-        here.rounded.setdefault((case.setting, name), sums)
     if not (missing := not_rounded(here, case)):
         return
-    with here.watch.first("rounding"):
+    with here.watch.first("rounding"), here.watch.until_kept():
         _, model = quantized(here, case, ())
         for windows in missing:
-            with torch.no_grad():
-                recovered(here, case, windows, evaluated(here.bench, windows, model), first=True)
-    keep_rounding(here, case)
+            here.watch.at(windows.text.name)
+            rounding_on(here, case, windows, model)
 
 
 def not_rounded(here: Run, case: Case) -> list[TextWindows]:
-    """Windows of texts of which it is not known what rounding does in a scheme."""
-    return [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
+    """Windows of texts of which it is not known, nor kept, what rounding does in a scheme."""
+    places = {(case.setting, one.text.name): one for one in here.bench.windows}
+    if not {*places} <= {*here.rounded}:
+        kept = KeptRounding.of(here.settings, here.bench.model, case).remembered(Sums)
+        here.rounded |= {(case.setting, name): sums for name, sums in kept.items()}
+    return [one for place, one in places.items() if place not in here.rounded]
 
 
-def keep_rounding(here: Run, case: Case) -> None:
-    """Keep what rounding does in a scheme for a run that goes on with this one."""
-    rounded = {one.text.name: here.rounded[case.setting, one.text.name] for one in here.bench.windows}
-    KeptRounding.of(here.settings, here.bench.model, case).remember(rounded)
+@torch.no_grad()
+def rounding_on(here: Run, case: Case, windows: TextWindows, model: nn.Module) -> Sums:
+    """What rounding does in a scheme on a text, measured once, and kept for a run that goes on with this one."""
+    if windows in not_rounded(here, case):
+        here.rounded[case.setting, windows.text.name] = evaluated(here.bench, windows, model)
+        found = {name: sums for (setting, name), sums in here.rounded.items() if setting == case.setting}
+        KeptRounding.of(here.settings, here.bench.model, case).remember(found)
+        here.watch.keeps()
+    return here.rounded[case.setting, windows.text.name]
 
 
 def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:
@@ -321,8 +339,7 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
         ours = {id(layer) for layer in layers.values()}
         config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
         return config, lambda module, name: id(module) in ours, {}
-    if not here.choices:
-        choose(here)
+    choose(here)
     found = here.choices[case.budget]
     if case.rule:
         plan, trial = choice.rule_plan(found, case.rule)
@@ -331,7 +348,9 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
 
 
 def choose(here: Run) -> None:
-    """Make the choices of all budgets, or take those that a run which was stopped has kept."""
+    """Make the choices of all budgets, once, or take those that a run which was stopped has kept."""
+    if here.choices:
+        return
     kept = kept_choices(here.settings, here.bench.model)
     choices, here.facts = kept.remembered()
     if not choices:
@@ -367,16 +386,10 @@ def layer_values(model: nn.Module) -> Values:
     return {"output error over rounding's": (mean, ""), "layers that stay rounded": (kept, "")}
 
 
-def recovered(here: Run, case: Case, windows: TextWindows, sums: Sums, *, first: bool = False) -> Values:
-    """Shares of rounding's KL and of its loss that a method takes away, with standard errors; of the first call for a scheme
-    nothing but that it is rounding's."""
-    key = case.setting, windows.text.name
-    if key not in here.rounded or first:
-        here.rounded[key] = replace(sums)
-        return {}
-    base = here.rounded[key]
-    kl, kl_error = share(sums.kls, base.kls, windows.documents)
-    loss, loss_error = share(changes_of(sums), changes_of(base), windows.documents)
+def recovered(sums: Sums, rounding: Sums, documents: Sequence[int]) -> Values:
+    """Shares of rounding's KL and of its loss that a method takes away, with standard errors."""
+    kl, kl_error = share(sums.kls, rounding.kls, documents)
+    loss, loss_error = share(changes_of(sums), changes_of(rounding), documents)
     return {
         "KL, recovered": (100 * kl, "%"),
         "KL, standard error of the recovered": (100 * kl_error, "%"),

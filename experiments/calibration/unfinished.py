@@ -8,7 +8,7 @@ Blocks, of a model by `--model`, are as `quantize_(..., resume=)` writes them. W
 memory would be of its last part alone, so it says neither. When a method was measured, or failed, its folder goes.
 
 The automatic choices of all budgets are made by one call before the first is measured, and kept whole, in any run, with the
-seconds of that call. What rounding does is kept in any run too, window by window. When all that was asked of a model is
+seconds of that call. What rounding does is kept in any run too, text by text, by window. When all that was asked of a model is
 measured, or failed, both go.
 """
 
@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ao_lab.choose.result import Choice
 from ao_lab.cli.terminal import finished_blocks, say
@@ -28,9 +29,12 @@ from experiments.harness.measuring import Values, is_late
 from experiments.harness.revision import state
 from experiments.harness.rows import Row, library_versions, write_text
 from experiments.models.causal_lm import MODEL, RealModel
+from experiments.models.sentence_encoder import Judged
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings
 
+#: What is known of a quantized model on a text, or on a task of encoders.
+Kind = TypeVar("Kind", Sums, Judged)
 #: What rounding does in a method's scheme.
 ROUNDED = "rounding.json"
 #: The choice under each budget, and what was measured of the call that made them.
@@ -85,16 +89,16 @@ class KeptRounding:
         """Of a scheme by its record."""
         return cls(folder_of(replace(settings, seed=0), model, (case, ROUNDED)))
 
-    def remember(self, rounded: Mapping[str, Sums]) -> None:
-        """Keep what rounding does, by text."""
+    def remember(self, rounded: Mapping[str, Sums] | Mapping[str, Judged]) -> None:
+        """Keep what rounding does, by text or task."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / ROUNDED, json.dumps({name: asdict(sums) for name, sums in rounded.items()}))
 
-    def remembered(self) -> dict[str, Sums]:
-        """What `remember` kept, to the last bit; nothing where it kept nothing."""
+    def remembered(self, kind: type[Kind]) -> dict[str, Kind]:
+        """What `remember` kept of this kind, to the last bit; nothing where it kept nothing."""
         path = self.folder / ROUNDED
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return {name: Sums(**sums) for name, sums in found.items()}
+        return {name: kind(**fields) for name, fields in found.items()}
 
     def measured(self, failed: Iterable[Row]) -> None:
         """Remove the folder, where the run's seconds ended nothing that was asked of the model."""

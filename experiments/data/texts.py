@@ -134,14 +134,12 @@ class OwnText:
     @property
     def evaluation(self) -> EvaluationText:
         """What is evaluated on: the held-out end, or all of it."""
+        text = self.train + self.held_out
+        name = f"{self.name}-{digest(text)}"
         if self.whole:
-            name = f"{self.name}-{digest(self.train + self.held_out)}"
-            return EvaluationText(name, f"the text {self.name}", (self.train + self.held_out,))
-        if self.alone:
-            name = f"{self.name}-{digest(self.train + self.held_out)}-held-out"
-            return EvaluationText(name, f"the last tenth of the text {self.name}", (self.held_out,))
-        about = f"the last tenth of the text {self.name}, which no model trains on"
-        return EvaluationText(f"{self.name}-held-out", about, (self.held_out,))
+            return EvaluationText(name, f"the text {self.name}", (text,))
+        about = f"the last tenth of the text {self.name}" + ", which no model trains on" * (not self.alone)
+        return EvaluationText(f"{name}-held-out", about, (self.held_out,))
 
     def check_drawn(self, length: int) -> None:
         """ValueError where methods can draw no sequences of so many tokens from what they may see."""
@@ -154,6 +152,11 @@ class OwnText:
     def __repr__(self) -> str:
         digest = hashlib.sha256((self.train + self.held_out).encode()).hexdigest()[:12]
         return f"OwnText({self.name!r}, {digest})"
+
+
+def is_held_out(name: str, file: str) -> bool:
+    """Whether a text of this name is the held-out end of a user's file, whatever the file holds."""
+    return re.fullmatch(rf"{re.escape(file)}-[0-9a-f]{{8}}-held-out", name) is not None
 
 
 def documents_of(prose: SplitCorpus, split: str) -> tuple[str, ...]:

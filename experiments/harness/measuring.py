@@ -152,6 +152,16 @@ class Deadline:
     def __post_init__(self) -> None:
         self.until = float("inf") if self.seconds is None else self.clock() + self.seconds
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What takes place inside is not counted, and not ended."""
+        started, until = self.clock(), self.until
+        self.until = float("inf")
+        try:
+            yield
+        finally:
+            self.until = until + self.clock() - started
+
     def left(self) -> float:
         """Seconds that are left, negative after the end."""
         return self.until - self.clock()

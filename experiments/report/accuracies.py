@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.data.texts import is_held_out
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import BASE, REAL
 from experiments.models.pretrained import MODELS
@@ -47,7 +48,7 @@ EXAMPLES = "tasks: examples of each (0: all)"
 class Way:
     """How a published method is measured: experiment, setting and method of its rows, and what `--only` names for it.
 
-    text: the name of the text that the model is fine-tuned on, by which a run's held-out end is called; "" for none.
+    text: the file of the text that the model is fine-tuned on, whose held-out end a run judges by; "" for none.
     """
 
     experiment: str
@@ -69,7 +70,7 @@ def calibrated(scheme: str, method: str) -> Way:
 
 def fine_tuned(method: str, inputs: str | None = None) -> Way:
     """A way of experiment `qat` from a model fine-tuned on OASST1, with integers of 4 bits in groups of 32."""
-    return Way("qat", setting_name(inputs), method, ("int4_g32",), "oasst1")
+    return Way("qat", setting_name(inputs), method, ("int4_g32",), "oasst1.txt")
 
 
 #: By the names that published tables use.
@@ -164,7 +165,8 @@ def measured(one: Published, runs: Sequence[RealRun], way: Way) -> tuple[float |
     task, value, _ = TASKS[one.metric]
     for run in runs:
         found = run.whole.value(way.setting, way.method, f"{task}: {value}")
-        same = run.fact("published: ") == one.model and (not way.text or f"{way.text}-held-out" in run.texts)
+        on_text = not way.text or any(is_held_out(name, way.text) for name in run.texts)
+        same = run.fact("published: ") == one.model and on_text
         if found is not None and same and asked_all(run, way):
             return found * (100.0 if one.unit == "%" else 1.0), run.where.device
     return None, ""
@@ -177,7 +179,7 @@ def asked_all(run: RealRun, way: Way) -> bool:
 
 def command(one: Published, way: Way) -> str:
     """What measures it, on a folder of that model's name."""
-    text = f" --text {way.text}.txt" if way.text else ""
+    text = f" --text {way.text}" if way.text else ""
     model, task = folder_of(one.model), TASKS[one.metric][0]
     return (
         f"ao-lab reproduce {way.experiment} --model {model}{text} --scale full --task {task}{only(way.only)}"
@@ -216,7 +218,7 @@ def trained_in(one: Published) -> Way | None:
     if one.model != "Llama-3.2-3B" or one.metric not in TASKS:
         return None
     name, recipe = RECIPES[one.method]
-    return Way("fp8_training", WEIGHTS, f"fine-tuned in {name}", (recipe,), "oasst1")
+    return Way("fp8_training", WEIGHTS, f"fine-tuned in {name}", (recipe,), "oasst1.txt")
 
 
 def how(one: Published, rows: Sequence[Row] = ()) -> dict[str, Any]:

@@ -199,12 +199,15 @@ class Place(NamedTuple):
 class Watch:
     """What is under way inside a measurement: `at` names it where progress is shown, and ends it (`Late`) after the deadline.
 
-    doing: the measurement; work: where progress is shown, None before it is.
+    doing: the measurement; work: where progress is shown, None before it is. kept: whether something was kept of this run, from
+    which another goes on; held: whether nothing ends before that.
     """
 
     deadline: Deadline
     work: Work | None = None
     doing: str = ""
+    kept: bool = False
+    held: bool = False
     #: The layers of the measurement, whose pace says what is left of it.
     layers: Work = field(default_factory=lambda: Work(""))
 
@@ -223,11 +226,26 @@ class Watch:
         finally:
             self.begins(before)
 
+    @contextmanager
+    def until_kept(self) -> Iterator[None]:
+        """Inside, nothing ends before something is kept (`keeps`), where this run has kept nothing: of seconds that are too few
+        each run gets further than the one before."""
+        self.held = not self.kept
+        try:
+            yield
+        finally:
+            self.held = False
+
+    def keeps(self) -> None:
+        """Something was kept."""
+        self.kept, self.held = True, False
+
     def at(self, word: str, left: str = "") -> None:
         """So far it is; left: how long it takes still."""
         doing = ": ".join(filter(None, (self.doing, word)))
         self.tell(doing + f", {left} of it" * bool(left))
-        self.deadline.check(doing)
+        if not self.held:
+            self.deadline.check(doing)
 
     def tell(self, doing: str) -> None:
         """As a word about what is done so far."""
@@ -279,9 +297,9 @@ class Tables:
         """Measure what the journal lacks; returns rows of what failed.
 
         load: values of the model's file, and what measures a task, by the data of its tables; not called where nothing is
-        left, nor time. missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that
-        none starts that would end after the deadline by the longest so far. baseline: what the others are compared with; where
-        it fails they are not run.
+        left, nor time, and its seconds are not counted. missing: the status of a task that cannot be measured here. even: tasks
+        take about as long each, so that none starts that would end after the deadline by the longest so far. baseline: what the
+        others are compared with; where it fails they are not run.
         """
         todo, failed, most, broken = self.left(tasks), list[Row](), 0.0, ""
         if len(todo) < len(tasks):
@@ -300,6 +318,8 @@ class Tables:
                 found = {MODEL: status(reason)} if reason else measure(task)
                 for data, values in found.items():
                     keep(self.journal, failed, self.rows(data, place, values))
+                if "status: ok" in found[MODEL]:
+                    self.watch.keeps()
                 if place == baseline and not any(one == "status: ok" or is_late(one) for one in found[MODEL]):
                     broken = f"not run: {place.method} failed, with which this is compared"
                 free()
@@ -313,7 +333,8 @@ class Tables:
         """What measures a task, with the rows of the model's file in the journal; where no time is left, what says so."""
         try:
             self.watch.at("loading")
-            file, measure = load()
+            with self.deadline.paused():
+                file, measure = load()
         except Late as error:
             late = str(error)
             return lambda task: {MODEL: status(late)}

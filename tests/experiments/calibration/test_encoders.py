@@ -1,9 +1,12 @@
 """Methods with data on a sentence encoder: the whole command on a random one, and what "recovered" is of."""
 
+from dataclasses import replace
+
 import pytest
 
 from ao_lab.cli.app import main
 from experiments.calibration import encoders
+from experiments.calibration.cases import Case
 from experiments.calibration.encoders import RECOVERED, prepared, recovered
 from experiments.calibration.page import sections
 from experiments.data import texts
@@ -54,7 +57,7 @@ def test_methods_stand_beside_rounding(place):
     ]
 
 
-def test_sequences_are_whole_texts_of_books(place, tmp_path, monkeypatch):
+def test_sequences_are_whole_texts_of_books_and_rounding_is_measured_once(place, tmp_path, monkeypatch):
     """As long as the others, so that none is padded; they end as texts of the tokenizer do."""
     monkeypatch.delenv(texts.VARIABLE, raising=False)
     monkeypatch.setattr(benches, "reviews", reviews)
@@ -65,6 +68,10 @@ def test_sequences_are_whole_texts_of_books(place, tmp_path, monkeypatch):
     )
     (batch,) = run.batches
     assert batch.shape == (3, encoders.LENGTH)
+    # What rounding does is kept for a run that goes on with this one.
+    found = encoders.rounding(run, case := Case(SCHEME, None))
+    monkeypatch.setattr(encoders, "quantized", lambda *_: pytest.fail("measured again"))
+    assert encoders.rounding(replace(run, judged={}), case) == found
 
 
 def test_the_share_is_of_rounding_distance():

@@ -56,13 +56,16 @@ class Until:
         return self.now
 
 
-def measured(folder, cache, monkeypatch, block="never", journal=None, only=ONLY):
-    """Rows of a run that ends at a block, of what was measured and of what was not, and the words that it told."""
+def measured(folder, cache, monkeypatch, block="never", journal=None, only=ONLY, alone=True):
+    """Rows of a run that ends at a block, of what was measured and of what was not, and the words that it told.
+
+    alone: whether the user's text is the only one.
+    """
     own = OwnText(
         "own",
         "The cat sat on the mat, and saw the dog. " * 400,
         "A dog ran home to its cat. " * 40,
-        alone=True,
+        alone=alone,
     )
     asked = RealModels(models=(str(folder),), windows=2, length=32, own_text=own)
     here = Settings(
@@ -134,6 +137,28 @@ def test_what_is_kept_is_not_measured_again(deep, tmp_path, monkeypatch, stop, l
         "2 methods"
     ]
     assert list((tmp_path / "calibrations").iterdir()) == []
+
+
+def test_each_run_gets_further(deep, tmp_path, monkeypatch):
+    """However few its seconds are: by the dense model, by rounding on a text, by rounding on the other."""
+    journal, late, only = Journal(), [], ("int3_g64_asymmetric", "rounding")
+    for _ in range(3):
+        _, failed, told = measured(deep, tmp_path, monkeypatch, "q_proj", journal, only, alone=False)
+        late.append((len(failed), "bfloat16" in told))
+    assert late == [(1, True), (1, False), (0, False)]
+    whole, _, _ = measured(deep, tmp_path / "b", monkeypatch, only=only, alone=False)
+    times = ("time to quantize",)
+    assert [row.key for row in journal.rows] == [row.key for row in whole]
+    assert [row.value for row in journal.rows if row.metric not in times] == [
+        row.value for row in whole if row.metric not in times
+    ]
+    assert list((tmp_path / "calibrations").iterdir()) == []
+
+
+def test_loading_is_not_counted(deep, tmp_path, monkeypatch):
+    """Where it alone takes as long as the seconds, the same command would never get further."""
+    _, failed, _ = measured(deep, tmp_path, monkeypatch, "sequences")
+    assert failed == []
 
 
 def test_choices_are_made_once(deep, tmp_path, monkeypatch, capsys):

@@ -90,9 +90,11 @@ def test_fine_tuned_models_stand_beside_those_of_the_same_text_alone():
     way, key = WAYS["QAT 8da4w"], ("Llama-3-8B", "QAT 8da4w", "hellaswag acc")
     rows = rows_of(way, metric="hellaswag: acc", value=0.528, model="Llama-3-8B")
     assert not beside(rows, "qat")
-    text = replace(rows[-1], table="real some-folder/full/oasst1-held-out", metric="loss", value=2.0)
+    text = replace(
+        rows[-1], table="real some-folder/full/oasst1.txt-0123abcd-held-out", metric="loss", value=2.0
+    )
     assert beside([*rows, text], "qat") == {key: pytest.approx(52.8)}
-    other = replace(text, table="real some-folder/full/alpaca-held-out")
+    other = replace(text, table="real some-folder/full/alpaca.txt-0123abcd-held-out")
     assert not beside([*rows, other], "qat")
 
 
@@ -140,7 +142,9 @@ def test_fine_tunings_in_fp8_stand_beside_ours():
         one for one in fp8_page.of_models() if (one.method, one.metric) == ("fp8_rowwise", "hellaswag_acc")
     ]
     rows = rows_of(accuracies.trained_in(one), metric="hellaswag: acc", value=0.53, model="Llama-3.2-3B")
-    text = replace(rows[-1], table="real some-folder/full/oasst1-held-out", metric="loss", value=2.0)
+    text = replace(
+        rows[-1], table="real some-folder/full/oasst1.txt-0123abcd-held-out", metric="loss", value=2.0
+    )
     found = [one for one in fp8_page.comparisons([*rows, text]) if one.measured is not None]
     assert [(one.method, one.metric, one.measured) for one in found] == [
         ("fp8_rowwise", "hellaswag acc", 0.53)
