@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--corpus-path", type=Path, help="the folder of that text, where it has one")
     arguments = parser.parse_args(argv)
     try:
-        from experiments.runs.run import RealModels, text_for
+        from experiments.runs.run import text_for
+        from experiments.runs.settings import RealModels
 
         given = {"tasks": tuple(arguments.task), "windows": arguments.windows, "length": arguments.length}
         real = RealModels(models=tuple(arguments.model), **given) if arguments.model else None

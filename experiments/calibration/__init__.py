@@ -1,5 +1,7 @@
 """Experiment `calibration`: methods that quantize with data, in every scheme, on real models."""
 
-from experiments.harness.registry import Experiment
+from experiments.harness.registry import WINDOWS, Experiment
 
-EXPERIMENT = Experiment(order=22, always=False, trained=True, real=True, tasks=("language model", "encoder"))
+EXPERIMENT = Experiment(
+    order=22, always=False, trained=True, windows=WINDOWS, tasks=("language model", "encoder")
+)

@@ -17,7 +17,7 @@ from experiments.calibration.peers.exchange import available, missing
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
 from experiments.harness.registry import check_known
 from experiments.models.quantized_model import activation_scheme
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "calibration"
 ROUNDING = "rounding"

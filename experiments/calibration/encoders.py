@@ -38,7 +38,7 @@ from experiments.report.real_runs import about_of, title_of
 from experiments.report.results import Results, failures, number
 from experiments.runs.benches import KINDS, encoder_bench
 from experiments.runs.real_models import BATCH, Place, Tables, Watch, batches_of, by_data, facts
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 #: Tokens of a sequence, and sequences that methods see, by scale.
 LENGTH = 128

@@ -81,8 +81,8 @@ from experiments.runs.real_models import (
     real_subject,
     run_models,
 )
-from experiments.runs.real_models import measured_on as measured_on
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 #: Sequences that methods see, and tokens of each, by scale.
 SEQUENCES = {"quick": 16, "full": 128}

@@ -33,7 +33,8 @@ from ao_lab.measure.memory import Peak, synchronize
 from ao_lab.quantization.api import quantize_
 from experiments.harness.measuring import Deadline, Values, attempt, bar, is_late, keep, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.runs.run import RealModels, Settings, published_shapes
+from experiments.runs.run import published_shapes
+from experiments.runs.settings import RealModels, Settings
 
 EXPERIMENT = "calibration"
 #: Parts of the experiment, by the names that `--only` takes.

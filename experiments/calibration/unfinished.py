@@ -31,7 +31,7 @@ from experiments.harness.rows import Row, library_versions, write_text
 from experiments.models.causal_lm import MODEL, RealModel
 from experiments.models.sentence_encoder import Judged
 from experiments.runs.real_models import real_subject
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 #: What is known of a quantized model on a text, or on a task of encoders.
 Kind = TypeVar("Kind", Sums, Judged)

@@ -146,7 +146,7 @@ def real_models(
     """What was asked for of real models; None where nothing was. WrongInput for options without a model. names: of the
     experiments; ptq evaluates on all of the text, ptq and calibration on no other."""
     from experiments.data.texts import OwnText
-    from experiments.runs.run import RealModels
+    from experiments.runs.settings import RealModels
 
     given = tuple(models), tuple(tasks), windows, length, tuple(accept), tuple(peers)
     if not models:
@@ -277,7 +277,8 @@ def run_pretrain(
     """Train and publish; what an interrupted run trained is not trained again."""
     from experiments.models.pretraining import Budget
     from experiments.pretraining.run import settings_with, sweep
-    from experiments.runs.run import run_all, settings_for, text_for
+    from experiments.runs.run import run_all, text_for
+    from experiments.runs.settings import settings_for
 
     check_device(device)
     try:

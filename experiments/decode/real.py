@@ -54,7 +54,8 @@ from experiments.models.llama import COMPILED_LIMIT, relative_change
 from experiments.models.quantized_model import activation_scheme
 from experiments.models.serving import as_loaded, recorded_threads
 from experiments.runs.real_models import Place, Tables, bench_of, by_data, facts, run_models
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 #: Steps before a capture, in which kernels and libraries allocate what they need.
 WARMUP = 3

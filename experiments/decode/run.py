@@ -42,9 +42,9 @@ from experiments.models.llama import (
     relative_change,
 )
 from experiments.report.results import published
-from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import real_subject
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import published_shapes
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "decode"
 KIND = "decode"

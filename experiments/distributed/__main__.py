@@ -20,7 +20,7 @@ from experiments.distributed.launch import launch, stand_by
 from experiments.distributed.ranks import EXPERIMENT, STARTED, Plan, failed, in_need, run_rank
 from experiments.harness.paths import Paths, shown
 from experiments.harness.rows import read
-from experiments.runs.run import SCALES, settings_for
+from experiments.runs.settings import SCALES, settings_for
 
 CASES = f"{__package__}.run"
 

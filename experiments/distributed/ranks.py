@@ -30,7 +30,7 @@ from ao_lab.cli.terminal import say
 from experiments.distributed.cases import LINE, NEEDS_GPUS, RANKS, SECONDS, Case, Rank, Tally
 from experiments.harness.measuring import LATE, Values, Wrong, free, status
 from experiments.harness.rows import NOT_RUN, Row, read, table_name, write
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "distributed"
 #: Seconds that ranks have to follow one that failed, and by which the slowest of them may be late.

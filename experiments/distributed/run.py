@@ -31,7 +31,8 @@ from experiments.distributed.ranks import EXPERIMENT, Plan
 from experiments.harness.measuring import keep
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, read, table_name, table_parts
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 #: In the order in which they run.
 CASES = (

@@ -19,7 +19,7 @@ from experiments.data.evaluation import Error, multiple_choice, stored
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row
 from experiments.models.quantized_model import layer_inputs
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "formats"
 OUTLIER_CHANNELS = 8

@@ -48,7 +48,7 @@ from experiments.pretraining.run import (
     loss_curve,
     speed,
 )
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 from reference import Quantized, Scales
 from reference.training.recipe import PLACES, Operand, Recipe
 

@@ -24,7 +24,8 @@ from experiments.models.fine_tuning import fine_tune, trainable
 from experiments.models.quantized_model import WEIGHTS
 from experiments.qat.real import PLANS, Here, losses, training_facts
 from experiments.runs.real_models import Place, Tables, by_data, facts, harness_values, run_models
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "fp8_training"
 #: Recipes beside bfloat16, by scale.

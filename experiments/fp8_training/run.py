@@ -32,9 +32,9 @@ from experiments.fp8_training import blocks, convergence, linear, real
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RARE_BYTES, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
 from experiments.harness.rows import Journal, Row, table_name, table_parts
-from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import subject as subject
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "fp8_training"
 

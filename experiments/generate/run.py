@@ -45,7 +45,8 @@ from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries, version_of
 from experiments.harness.rows import Journal, Row
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.runs.run import Settings, all_rows, published_shapes, put_table, where_of
+from experiments.runs.run import all_rows, published_shapes, put_table, where_of
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "generate"
 PARTS = (EAGER_DECODE, PREFILL, DECODE)

@@ -11,9 +11,27 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """What an experiment evaluates real models on, by scale, unless `--windows` and `--length` say otherwise.
+
+    count, length: windows of a text, and tokens of each. texts: how many of the texts at most; of a scale without, all.
+
+    Published rows on others are not taken as measured (`experiments.runs.windows`).
+    """
+
+    count: Mapping[str, int]
+    length: Mapping[str, int]
+    texts: Mapping[str, int] = field(default_factory=dict)
+
+
+#: Windows of most experiments.
+WINDOWS = Windows(count={"quick": 4, "full": 32}, length={"quick": 512, "full": 2048})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +41,9 @@ class Experiment:
     order: where it stands among the others, in a run and on the page. always: whether it runs when none is named. trained:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
     whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
-    published as ``.csv.gz``. real: whether it measures pretrained models, and anyone's by `--model`. tasks:
-    what these may do (`experiments.models.pretrained`). parts: what --only names, where that is known without torch; schemes:
-    whether it names schemes too. name: the folder's, filled in when it is found.
+    published as ``.csv.gz``. windows: what it evaluates pretrained models on, and anyone's by `--model`; None: it measures
+    none. tasks: what these may do (`experiments.models.pretrained`). parts: what --only names, where that is known without
+    torch; schemes: whether it names schemes too. name: the folder's, filled in when it is found.
     """
 
     order: int
@@ -34,7 +52,7 @@ class Experiment:
     part_of: str = ""
     folders: tuple[str, ...] = ("reference", "fast", "ao_lab")
     compressed: bool = False
-    real: bool = False
+    windows: Windows | None = None
     tasks: tuple[str, ...] = ("language model",)
     parts: tuple[str, ...] = ()
     schemes: bool = False

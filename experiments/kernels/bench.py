@@ -18,7 +18,8 @@ from experiments.kernels.cases import CASES, chosen
 from experiments.kernels.operations import SHAPES, Shape
 from experiments.kernels.results import CaseResult, results_of
 from experiments.kernels.run import BASELINE_SECONDS, EXPERIMENT, Bench, measure, pairs, run, subject
-from experiments.runs.run import Settings, publish_run, settings_for
+from experiments.runs.run import publish_run
+from experiments.runs.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
 SCALE = "full"

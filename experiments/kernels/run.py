@@ -49,7 +49,7 @@ from experiments.kernels.baselines import BASELINES, Baseline, calls_of, offers
 from experiments.kernels.cases import CASES
 from experiments.kernels.operations import HUGE, SHAPES, Case, Compared, Inputs, Sample, Shape, fraction
 from experiments.report.targets import limit_of
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 from reference import SCHEMES
 
 # What a run of the benchmark uses, and the tables of its rows.

@@ -38,11 +38,12 @@ from experiments.harness.bench import copy_rate
 from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name, table_parts
-from experiments.kv_cache import generation, speed
+from experiments.kv_cache import WINDOWS, generation, speed
 from experiments.kv_cache.needle import METHODS, Plan, asked, trained
 from experiments.models.causal_lm import HELD, REAL, Bench, RealModel, Remembered, values_of
-from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.runs.real_models import Place, Tables, bench_of, real_subject, run_models
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 from reference.attention.attention import attention
 
 EXPERIMENT = "kv_cache"
@@ -56,10 +57,8 @@ ASKED = {"quick": (1, 4), "full": (5, 8)}
 #: Tokens of a context by scale; tokens of a chain by method.
 CONTEXTS = {"quick": (1024, 8192, 32768, 131072), "full": tuple(2**n for n in range(9, 19))}
 CHAINS = {"one chain": None, "chains of 128 tokens": 128}
-#: Recipes by scale; tokens and number of windows.
+#: Recipes by scale.
 STORED = {"quick": ("bfloat16", "fp8", "fp8_residual", "int4"), "full": tuple(RECIPES)}
-LENGTH = {"quick": 192, "full": 2048}
-COUNT = {"quick": 2, "full": 32}
 #: What `--only` names beside recipes: parts, of a run on real models the first three alone.
 REAL_MODELS = "models"
 PARTS = (SUMS, NEEDLE, REAL_MODELS, speed.SPEED, generation.GENERATE, generation.LONG, generation.STEP)
@@ -231,10 +230,9 @@ class FromCache(nn.Module):
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    asked, recipes, failed = asked_of(settings), chosen(settings, STORED[settings.scale]), list[Row]()
-    size = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
-    texts = texts_of(settings)[: 1 if settings.scale == "quick" else None]
-    bench = Bench.of(model, texts, *size, settings.device)
+    recipes, failed = chosen(settings, STORED[settings.scale]), list[Row]()
+    with deadline.paused():
+        bench = bench_of(settings, model, WINDOWS)
     tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
     with bar(tables.kind, len(bench.windows) * len(recipes)) as step:
         for windows, recipe in itertools.product(bench.windows, recipes):

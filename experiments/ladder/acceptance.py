@@ -21,7 +21,7 @@ from experiments.harness.measuring import Values
 from experiments.models.early_exit import PLAIN, Exits, as_transformers, train_with_exits
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import TINY, Budget, PretrainSettings, bits_per_byte
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 KIND = "acceptance"
 RATE, PER_ROUND, EQUAL, BITS = "acceptance", "tokens a round", "tokens equal to greedy", "bits per byte"

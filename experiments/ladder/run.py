@@ -39,7 +39,8 @@ from experiments.ladder.summary import TIME, summarized
 from experiments.ladder.trace import OPERATORS, busy, scopes, shares, traced
 from experiments.ladder.work import Work, weights_in, work_of
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "ladder"
 KIND, TRACE = "ladder", "trace"

@@ -47,7 +47,8 @@ from experiments.linear.tables import (
     stored_bytes,
     tables_of,
 )
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 
 
 def subject(settings: Settings) -> str:

@@ -32,7 +32,8 @@ from experiments.decode.configs import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_con
 from experiments.harness import revision
 from experiments.harness.measuring import Deadline, Values, Wrong, bar, status
 from experiments.harness.rows import Journal, Row
-from experiments.runs.run import Settings, put_table, where_of
+from experiments.runs.run import put_table, where_of
+from experiments.runs.settings import Settings
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 
 TORCH, OURS, TORCHAO = "torch", "ao_lab", revision.TORCHAO

@@ -32,7 +32,7 @@ from experiments.harness.rows import Journal, Row, table_name, table_parts
 from experiments.loka import every_scheme, faulty_kernels, prediction, sampling_cost, trajectory, workloads
 from experiments.loka.subjects import CANDIDATES, MODELS
 from experiments.loka.workloads import IN_TURN, RANDOM, Line, Turns
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "loka"
 DATA, CASES = "drawn-ratings", "kernels"

@@ -8,7 +8,7 @@ from functools import partial
 
 from experiments.harness.measuring import Deadline, Values
 from experiments.loka import dense_speed, fused_speed, policies, shape_speed, table_speed, trajectory
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.optimizers import speed, training, updates
 from experiments.optimizers.training import GAPS, PAIRED, PLANS
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "optimizers"
 KINDS = (updates.KIND, speed.SPEED, PAIRED)

@@ -32,7 +32,7 @@ from experiments.models.pretraining import (
     take_steps,
 )
 from experiments.models.train import Checkpoint, text_of
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 PAIRED, GAPS = "paired", "gaps"
 HELD_OUT, GAP, INTERVAL = "bits per byte, held out", "gap", "gap, 95% interval"

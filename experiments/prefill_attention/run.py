@@ -28,9 +28,10 @@ from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, 
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import REAL, Bench, RealModel, quality
-from experiments.prefill_attention import speed
-from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.prefill_attention import WINDOWS, speed
+from experiments.runs.real_models import Place, Tables, bench_of, real_subject, run_models
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 from fast.attention.quantized import quantized_attention
 from reference.attention.attention import attention
 from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe
@@ -45,12 +46,10 @@ VARIANTS: dict[str, AttentionRecipe] = {
     "int8, neither": replace(ATTENTION_RECIPES["int8"], rotate=False, center=False),
     "fp8, neither": replace(ATTENTION_RECIPES["fp8"], rotate=False, center=False),
 }
-#: By scale: recipes of predictions; recipes of attention, and every which layer; tokens and number of windows.
+#: By scale: recipes of predictions; recipes of attention, and every which layer.
 PREDICTED = {"quick": ("int8", "fp8"), "full": tuple(ATTENTION_RECIPES)}
 COMPARED = {"quick": ("int8", "fp8", "int8, neither"), "full": tuple(VARIANTS)}
 LAYERS = {"quick": 10, "full": 1}
-LENGTH = {"quick": 192, "full": 2048}
-COUNT = {"quick": 2, "full": 32}
 #: What `--only` names beside recipes; a run on real models has the first alone.
 REAL_MODELS = "models"
 PARTS = (REAL_MODELS, speed.SPEED)
@@ -104,10 +103,9 @@ def _speed(settings: Settings, journal: Journal) -> list[Row]:
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    asked, failed = asked_of(settings), list[Row]()
-    size = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
-    texts = texts_of(settings)[: 1 if settings.scale == "quick" else None]
-    bench = Bench.of(model, texts, *size, settings.device)
+    failed = list[Row]()
+    with deadline.paused():
+        bench = bench_of(settings, model, WINDOWS)
     tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
     tasks = [(ATTENTION, name, attended) for name in COMPARED[settings.scale]]
     tasks += [(ALL, name, predicted) for name in PREDICTED[settings.scale]]

@@ -42,7 +42,7 @@ from experiments.models.pretraining import (
     pretrain,
 )
 from experiments.models.train import Checkpoint
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 from reference.arrays.namespace import and_nearest
 
 EXPERIMENT = "pretraining"

@@ -40,7 +40,7 @@ from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import generation
 from experiments.runs.benches import BASES, KINDS, AnyBench, any_bench_of
 from experiments.runs.real_models import Place, Tables, by_data, facts, harness_values, run_models
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "ptq"
 #: At quick scale: schemes of weights, and of weights and inputs.

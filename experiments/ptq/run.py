@@ -31,9 +31,9 @@ from experiments.models.quantized_model import (
     quantized_model,
 )
 from experiments.ptq.real import Task, check_parts, check_schemes, of_parts, run_real
-from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import real_subject
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "ptq"
 QUALITY, LAYERS = "quality", "layers"

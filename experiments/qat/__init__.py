@@ -1,5 +1,5 @@
 """Experiment `qat`: what quantization-aware training recovers."""
 
-from experiments.harness.registry import Experiment
+from experiments.harness.registry import WINDOWS, Experiment
 
-EXPERIMENT = Experiment(order=60, real=True)
+EXPERIMENT = Experiment(order=60, windows=WINDOWS)

@@ -59,7 +59,8 @@ from experiments.runs.real_models import (
     harness_values,
     run_models,
 )
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "qat"
 TUNED = f"{BASE}, fine-tuned"

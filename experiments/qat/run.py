@@ -47,9 +47,8 @@ from experiments.qat.arms import Configured
 from experiments.qat.real import check_methods, run_real
 from experiments.report.results import Results
 from experiments.report.targets import Target, limits
-from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import real_subject
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "qat"
 RUNS, RECOVERY = "runs", "recovery"

@@ -50,7 +50,8 @@ from experiments.qat_overhead.step import (
     rounding_bytes,
 )
 from experiments.report.targets import percent_over
-from experiments.runs.run import Settings, all_rows, published_shapes
+from experiments.runs.run import all_rows, published_shapes
+from experiments.runs.settings import Settings
 
 EXPERIMENT = KIND = "qat_overhead"
 EAGER, COMPILED = "eager", "compiled"

@@ -20,7 +20,7 @@ from experiments.models.pretrained import ENCODER, LANGUAGE, SPEECH
 from experiments.models.sentence_encoder import EncoderBench
 from experiments.models.speech import SpeechBench
 from experiments.runs.real_models import bench_of
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 #: How the kind of a model's tables begins, by task.
 KINDS = {LANGUAGE: REAL, ENCODER: "encoder ", SPEECH: "speech "}

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import Work, say, track_progress
 from ao_lab.measure.folders import longest
 from experiments.data.texts import (
-    EvaluationText,
     calibration_documents,
     drawn_sequences,
-    evaluation_texts,
     prose_of,
 )
 from experiments.harness.measuring import Deadline, Late, Values, attempt, free, is_late, keep, status
-from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.registry import EXPERIMENTS, WINDOWS, Windows
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import Journal, Row, table_name, table_parts
+from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import (
     FILE,
     MODEL,
@@ -41,19 +39,12 @@ from experiments.models.causal_lm import (
 )
 from experiments.models.pretrained import check_task
 from experiments.models.serving import EXAMPLES, task_values, tasks_of
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import Settings
+from experiments.runs.windows import asked_of, size_of, texts_of
 
-#: Tokens of a window and windows of a text, by scale.
-LENGTH = {"quick": 512, "full": 2048}
-COUNT = {"quick": 4, "full": 32}
 #: Sequences of a batch that methods with data see, by device.
 BATCH = {"cpu": 1, "cuda": 8}
 Task = TypeVar("Task")
-
-
-def asked_of(settings: Settings) -> RealModels:
-    """What was asked for, or the scale's own models."""
-    return settings.asked or RealModels(models=settings.models)
 
 
 def real_subject(settings: Settings) -> str:
@@ -74,42 +65,6 @@ def subject(settings: Settings) -> str:
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
-def measured_on(rows: Sequence[Row], settings: Settings) -> list[Row]:
-    """Of published rows those that a run can take as measured: of real models those on its texts, in as many windows of as many
-    tokens; a row of the model, as its speed, stands for a measurement on all texts. Rows without windows are taken."""
-    asked = asked_of(settings)
-    wanted = (float(asked.windows or COUNT[settings.scale]), float(asked.length or LENGTH[settings.scale]))
-    numbers: dict[tuple[object, ...], dict[str, dict[str, float]]] = {}
-    for row in rows:
-        if row.metric in SIZES:
-            kind, scale, data = table_parts(row.table)
-            place = kind, scale, row.setting, row.method, row.seed
-            numbers.setdefault(place, {}).setdefault(data, {})[row.metric] = row.value
-    texts = {text.name for text in texts_of(settings)} if numbers else set()
-
-    def taken(row: Row) -> bool:
-        kind, scale, _ = table_parts(row.table)
-        found = numbers.get((kind, scale, row.setting, row.method, row.seed))
-        return found is None or all(
-            text in found and tuple(found[text].get(one) for one in SIZES) == wanted for text in texts
-        )
-
-    return [row for row in rows if taken(row)]
-
-
-#: How many windows of a text a measurement is on, and how long they are, as its rows say it.
-SIZES = ("windows", "tokens of a window")
-
-
-def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:
-    """The texts of a run: the end of the user's own among them, or that text alone where it is to be."""
-    own = asked_of(settings).own_text
-    if own is not None and own.alone:
-        return (own.evaluation,)
-    texts = evaluation_texts(prose_of(settings.text, settings.cache))
-    return texts if own is None else (own.evaluation, *texts)
-
-
 def models_of(experiment: str, settings: Settings) -> Iterator[RealModel]:
     """The models that the settings name, one after the other, fetched where they are not in the cache.
 
@@ -127,11 +82,10 @@ def models_of(experiment: str, settings: Settings) -> Iterator[RealModel]:
             yield model
 
 
-def bench_of(settings: Settings, model: RealModel) -> Bench:
+def bench_of(settings: Settings, model: RealModel, windows: Windows = WINDOWS) -> Bench:
     """A model with the windows of a run."""
-    asked = asked_of(settings)
-    length, count = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
-    return Bench.of(model, texts_of(settings), length, count, settings.device)
+    count, length = size_of(settings, windows)
+    return Bench.of(model, texts_of(settings, windows), length, count, settings.device)
 
 
 def batches_of(

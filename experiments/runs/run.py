@@ -1,4 +1,4 @@
-"""The one function that runs experiments: measure, resume, publish rows, write pages; and what it is given, `Settings`.
+"""The one function that runs experiments: measure, resume, publish rows, write pages.
 
 Rows that were measured together (`group`) come and go together: of those that this run, an earlier one or another machine
 measured, the later ones stay. A row that only says why nothing was tried takes the place of no line that was measured, but
@@ -11,27 +11,20 @@ import importlib.util
 import json
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from ao_lab.cli.terminal import say
 from ao_lab.install.extras import pip_install
-from ao_lab.install.revision import utc_now
-from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
-from experiments.data.evaluation import MultipleChoiceSettings
 from experiments.data.programs import check_limits
-from experiments.data.texts import OwnText
 from experiments.harness import registry, revision
-from experiments.harness.measuring import KERNEL, Values, keep
+from experiments.harness.measuring import Values, keep
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen
-from experiments.harness.revision import commit, versions
 from experiments.harness.rows import (
     NOT_RUN,
     Journal,
@@ -44,164 +37,10 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
-from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
 from experiments.models.pretrained import MODELS, check_task
-from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from experiments.runs.outcome import LATE, late_outcome, outcome, say_late
-from reference import SCHEMES
-
-# Settings of a run of the experiments: scale, device, seed, and what follows from them.
-
-SCALES = ("quick", "full")
-#: What the 4-bit configuration of `decode` stores, which published tables have.
-SERVED = ("int4_g64_asymmetric_bf16", "torchao.int4_g64_tinygemm")
-DEVICES = ("cpu", "cuda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RealModels:
-    """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
-    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text
-    to evaluate or to fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for
-    `calibration`. execute: whether programs that a model writes are run, for `ptq`."""
-
-    models: tuple[str, ...]
-    tasks: tuple[str, ...] = ()
-    windows: int | None = None
-    length: int | None = None
-    accept: tuple[str, ...] = ()
-    own_text: OwnText | None = None
-    peers: tuple[str, ...] = ()
-    execute: bool = False
-
-    def __post_init__(self) -> None:
-        """ValueError for numbers that make no window."""
-        if (self.windows is not None and self.windows < 1) or (self.length is not None and self.length < 2):
-            raise ValueError(
-                f"--windows is at least 1 and --length at least 2 tokens, got {self.windows} and {self.length}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of every experiment. `schemes` are measured in this order; `shape` is that of synthetic tensors."""
-
-    scale: str
-    device: str
-    cache: Path
-    seed: int = 0
-    train: TrainSettings = QUICK
-    multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
-    schemes: tuple[str, ...] = ()
-    #: Schemes that no registry has and models are served in; `ptq` measures these as well.
-    served: tuple[str, ...] = ()
-    shape: tuple[int, int] = (512, 1024)
-    text: Corpus | None = None
-    #: Names of configurations or parts, where an experiment can measure a part of itself; without, all.
-    only: tuple[str, ...] = ()
-    #: After which nothing more starts, where an experiment can stop in between (`fp8_training`); None: no limit.
-    seconds: float | None = None
-    #: Trainings at once, each in a process of its own, where an experiment can (`fp8_training`); 1: all in this process.
-    workers: int = 1
-    #: Whether published rows are taken as measured whose code has not changed since.
-    changed: bool = False
-    #: Real models, by the name of a record or by folder.
-    models: tuple[str, ...] = ()
-    #: What was asked for of real models (`--model`); None: the models above beside the stand-in.
-    asked: RealModels | None = None
-
-    @cached_property
-    def corpus(self) -> Corpus:
-        """The text: sympy's source, unless another was given."""
-        return self.text or corpus.load()
-
-    @cached_property
-    def trained(self) -> Trained:
-        """The trained model, from the cache or trained now."""
-        return trained_model(self.train, self.corpus, self.device, self.cache)
-
-    @property
-    def model_key(self) -> str:
-        """The cache's key of the model, known before it is trained."""
-        return cache_key(self.train, self.corpus, self.device)
-
-    @cached_property
-    def device_name(self) -> str:
-        """How rows call the device: cpu, or the GPU's name."""
-        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-
-    def row(
-        self,
-        experiment: str,
-        kind: str,
-        data: str,
-        setting: str,
-        method: str,
-        metric: str,
-        value: float,
-        unit: str,
-        kernel: str = "",
-    ) -> Row:
-        """A row of this run, measured now. kernel: family and variant of what computed, where one did."""
-        return Row(
-            experiment=experiment,
-            table=table_name(kind, self.scale, data),
-            setting=setting,
-            method=method,
-            metric=metric,
-            value=float(value),
-            unit=unit,
-            device=self.device_name,
-            seed=self.seed,
-            kernel=kernel,
-            date=utc_now(),
-            commit=commit(),
-            versions=versions(self.device),
-        )
-
-    def rows(
-        self, experiment: str, kind: str, data: str, setting: str, method: str, values: Values
-    ) -> list[Row]:
-        """Rows of a method's values; the name of its kernel among them (`outcome.kernel`) goes into each row."""
-        kernel = next((one.removeprefix(KERNEL) for one in values if one.startswith(KERNEL)), "")
-        return [
-            self.row(experiment, kind, data, setting, method, metric, value, unit, kernel)
-            for metric, (value, unit) in values.items()
-            if not metric.startswith(KERNEL)
-        ]
-
-
-def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
-    """Settings of a scale: quick is minutes on two cores, full is for a GPU. ValueError for other names."""
-    if scale not in SCALES:
-        raise ValueError(f"scale is one of {', '.join(SCALES)}; got {scale!r}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in DEVICES:
-        raise ValueError(f"device is one of {', '.join(DEVICES)}; got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device 'cuda' needs a GPU, and torch sees none; use --device cpu, or see `ao-lab doctor`"
-        )
-    schemes = tuple(SCHEMES)
-    models = (DEFAULT_MODEL,)
-    if scale == "quick":
-        return Settings(
-            scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED, models=models
-        )
-    # A better model gets harder questions: shorter continuations are harder to tell apart.
-    multiple_choice = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
-    return Settings(
-        scale=scale,
-        device=device,
-        cache=cache,
-        schemes=schemes,
-        served=SERVED,
-        models=models,
-        train=FULL,
-        multiple_choice=multiple_choice,
-        shape=(2048, 4096),
-    )
+from experiments.runs.settings import RealModels, Settings, settings_for
+from experiments.runs.windows import measured_on
 
 
 class TimedTable(Protocol):
@@ -276,7 +115,7 @@ def reproduce(
     what is not measured stay. workers: how many of their trainings run at once, in processes. text: the corpus, by default
     the source of sympy (`experiments.runs.run` finds others); rows of other corpora stay. changed: published rows are taken
     as measured where no file of the experiment's folders has changed since their commit. real: what to measure on real
-    models, alone, where an experiment does (`Experiment.real`); `only` then names schemes. However a run ends, the same call
+    models, alone, where an experiment does (`Experiment.windows`); `only` then names schemes. However a run ends, the same call
     at the same commit goes on with it; a part of one of these also from rows that another machine published at this commit.
     ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another process works in the
     folders; progress goes to stderr.
@@ -305,7 +144,7 @@ OF_OWN_TEXT = ("ptq", "calibration", "qat", "fp8_training")
 
 def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> None:
     """ValueError where real models are asked of experiments that measure none, for unknown schemes, and without the harness."""
-    having = [name for name, experiment in EXPERIMENTS.items() if experiment.real]
+    having = [name for name, experiment in EXPERIMENTS.items() if experiment.windows is not None]
     if not names or not set(names) <= set(having):
         raise ValueError(
             f"--model goes with one of {', '.join(having)}: ao-lab reproduce {having[0]} --model DIR"
@@ -353,9 +192,7 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
     put = partial(publish_run, name, paths.rows(name), partial=True) if is_partial(settings) else None
     published = read(paths.rows(name))
-    known = taken(name, published, settings)
-    measured_on = getattr(module, "measured_on", None)  # of experiments on real models
-    journal = Journal(path, known if measured_on is None or not known else measured_on(known, settings), put)
+    journal = Journal(path, taken(name, published, settings), put)
     say_kept(name, journal, published, settings)
     resumed, before = sum(map(was_tried, journal.rows)), set(journal.rows)
     LATE.clear()
@@ -382,7 +219,8 @@ def is_partial(settings: Settings) -> bool:
 
 
 def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
-    """Published rows that a run takes as measured: what was measured together whole or not at all, and nothing that failed.
+    """Published rows that a run takes as measured: what was measured together whole or not at all, nothing that failed, and of
+    real models what was measured on its texts and windows.
 
     A partial run goes on with what was published at this commit; one of what has changed takes what has not.
     """
@@ -391,7 +229,8 @@ def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
     experiment = registry.EXPERIMENTS[name]
     here = [row for row in published if was_tried(row) and of_this_run(row, settings)]
     new = {measurement(experiment, row) for row in here if not is_known(name, row, settings)}
-    return [row for row in here if measurement(experiment, row) not in new]
+    known = [row for row in here if measurement(experiment, row) not in new]
+    return known if experiment.windows is None else measured_on(known, settings, experiment.windows)
 
 
 def say_kept(name: str, journal: Journal, published: Sequence[Row], settings: Settings) -> None:

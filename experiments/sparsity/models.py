@@ -33,7 +33,8 @@ from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar,
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.encoders import VIT_H, VIT_L, SamConfig, SamEncoder, is_mlp, random_encoder
 from experiments.models.llama import LLAMA_3_1_8B, SCHEME_LIMIT, LlamaConfig, relative_change
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import published_shapes
+from experiments.runs.settings import Settings
 from experiments.sparsity.pairs import PATTERN, inside_blocks
 from experiments.sparsity.timed import DENSE, NO_GPU, Table, TimedMethod, rows_of
 

@@ -45,7 +45,7 @@ from experiments.harness.rows import (
     table_parts,
 )
 from experiments.models.pretraining import adamw, set_rate
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "sparsity"
 #: The method of the model that all others go on from.

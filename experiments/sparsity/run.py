@@ -18,9 +18,9 @@ from functools import partial
 from experiments.harness.measuring import Deadline
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
-from experiments.runs.real_models import measured_on as measured_on
 from experiments.runs.real_models import subject as subject
-from experiments.runs.run import Settings, all_rows
+from experiments.runs.run import all_rows
+from experiments.runs.settings import Settings
 from experiments.sparsity import models, pairs, products, real
 from experiments.sparsity import subjects as vision
 from experiments.sparsity.pairs import EXPERIMENT

@@ -29,7 +29,7 @@ from experiments.models.pretraining import SMALL, ByteLevelModel, bits_per_byte,
 from experiments.models.train import text_of
 from experiments.pretraining.run import BITS, quality
 from experiments.report.targets import limit_of
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 from experiments.sparsity.pairs import (
     CALIBRATION_SEED,
     EXPERIMENT,

@@ -17,7 +17,8 @@ from experiments.harness.bench import SETTLE, repeated, steady, steady_eager
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, kernel, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import published_shapes
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "sparsity"
 DENSE = "dense"

@@ -39,7 +39,7 @@ from experiments.harness.rows import ROOT, Journal, Row
 from experiments.linear.tables import ACTIVATIONS, WEIGHTS, Method, checked
 from experiments.report.results import Results
 from experiments.report.targets import Target, limit_of
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 # Targets of experiment `speed`: the least ratios to other libraries, stored with each comparison, and import times.
 

@@ -8,7 +8,7 @@ from experiments.calibration import page
 from experiments.calibration.choice import CHOSEN_BY, OVER, RULES, setting
 from experiments.models.causal_lm import MODEL, REAL
 from experiments.report.real_runs import CHANGE, RECOVERED
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 WIKITEXT, BOOKS = "wikitext-2-v1-test", "books-held-out"
 #: By text and method: perplexity, change of the loss, and what is recovered of the KL divergence.

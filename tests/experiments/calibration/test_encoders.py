@@ -15,7 +15,7 @@ from experiments.harness.rows import read
 from experiments.models.causal_lm import of_folder
 from experiments.models.sentence_encoder import REVIEWS, Judged
 from experiments.runs import benches
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import RealModels, Settings
 from tests.experiments.ptq.test_tasks import reviews
 from tests.support.models.hf_models import save_mpnet
 

@@ -15,7 +15,7 @@ from experiments.calibration.peers.records import INSTALL, PEERS, PeerScheme, bi
 from experiments.data import texts
 from experiments.harness.rows import table_parts
 from experiments.models.causal_lm import Undivided
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import RealModels, Settings
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -24,7 +24,7 @@ from experiments.models.causal_lm import of_folder
 from experiments.report.real_runs import RECOVERED
 from experiments.report.results import Results
 from experiments.runs.outcome import say_late
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import RealModels, Settings
 
 pytest.importorskip("transformers")
 TABLE = "real tiny-llama/quick"

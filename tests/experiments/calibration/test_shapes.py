@@ -10,7 +10,7 @@ from experiments.calibration import page, run, shapes
 from experiments.calibration.shapes import ARMS, ESTIMATE, KIND, LARGE, PTQ, TIME, Stopwatch, told
 from experiments.harness.measuring import status
 from experiments.harness.rows import Journal
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 pytest.importorskip("transformers")
 HERE = Settings(scale="quick", device="cpu", cache=Path("nowhere"), only=(LARGE,))

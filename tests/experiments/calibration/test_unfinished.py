@@ -10,7 +10,7 @@ from experiments.data.texts import OwnText
 from experiments.harness.measuring import Deadline, is_late
 from experiments.harness.rows import Journal
 from experiments.models.causal_lm import of_folder
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import RealModels, Settings
 from tests.support.models.hf_models import tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -47,7 +47,7 @@ from experiments.ptq.run import all_tasks
 from experiments.report import pages
 from experiments.report.results import Results, decoding, family, published
 from experiments.runs import run as harness
-from experiments.runs.run import SERVED, settings_for
+from experiments.runs.settings import SERVED, settings_for
 from fast.kernels.layers.attention import attention_kernel
 from fast.layers.attention import WARPS, attend_one, checked_sizes
 from tests.emulator.interpreter_process import lines_of

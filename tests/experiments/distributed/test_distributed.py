@@ -11,7 +11,7 @@ from experiments.distributed.launch import launch
 from experiments.distributed.ranks import FAILED, Plan, in_need
 from experiments.harness.measuring import status
 from experiments.harness.rows import ROOT, read
-from experiments.runs.run import settings_for
+from experiments.runs.settings import settings_for
 from tests.support.distributed import planted_cases
 from tests.support.runs import forks
 

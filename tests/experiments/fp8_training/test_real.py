@@ -12,7 +12,7 @@ from experiments.harness.rows import Journal
 from experiments.models import causal_lm
 from experiments.models.quantized_model import WEIGHTS
 from experiments.qat.real import PLANS
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 
 pytest.importorskip("transformers")
 TEXT = " ".join(

@@ -26,7 +26,7 @@ def here(monkeypatch):
     """Gives the tree a commit without changes, until a test names another, or other versions."""
 
     def change(commit=HERE, versions="torch 2.11"):
-        for place in ("experiments.harness.revision", "experiments.runs.run"):
+        for place in ("experiments.harness.revision", "experiments.runs.settings"):
             monkeypatch.setattr(f"{place}.commit", lambda *_: commit)
             monkeypatch.setattr(f"{place}.versions", lambda device="cpu": versions)
 

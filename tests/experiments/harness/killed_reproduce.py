@@ -26,7 +26,7 @@ from experiments.ptq import page as ptq_page
 from experiments.ptq import run as ptq
 from experiments.report import pages
 from experiments.runs import run as harness_run
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 from tests.experiments.harness import tiny
 
 NAMES = ("formats", "ptq")

@@ -22,7 +22,8 @@ from experiments.models import quantized_model as pairing
 from experiments.ptq import run as ptq
 from experiments.ptq.real import PARTS, WEIGHTS
 from experiments.runs import run as harness_run
-from experiments.runs.run import settings_for, text_for
+from experiments.runs.run import text_for
+from experiments.runs.settings import settings_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 from tests.support.record_samples import FIELDS, NAMES

@@ -16,7 +16,7 @@ from experiments.kernels.cases import CASES
 from experiments.kernels.run import Bench
 from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.train import Trained, TrainSettings
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 #: The model of a training from scratch: two small layers.
 PRETRAINED = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward=64, context=16)

@@ -14,7 +14,7 @@ from experiments.harness.rows import Journal, Row
 from experiments.kv_cache import decode_attention, generation, needle, page, run, speed, speed_page
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 
 
 def test_sums_fail_in_one_chain():

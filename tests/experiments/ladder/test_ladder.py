@@ -25,7 +25,8 @@ from experiments.ladder.rungs import (
     ladder,
 )
 from experiments.ladder.subjects import MODELS, STAND_INS, WEIGHTS, Decoder, Ranker, Seamless
-from experiments.runs.run import merged, settings_for
+from experiments.runs.run import merged
+from experiments.runs.settings import settings_for
 
 LLAMA, CHAMELEON, SEAMLESS, HSTU = STAND_INS
 EVERY = [replace(one, compiled=False, graphs=False) for one in configurations() if not one.speculation]

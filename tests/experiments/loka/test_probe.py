@@ -19,7 +19,7 @@ from experiments.loka import (
 )
 from experiments.models.click_training import ClickTraining
 from experiments.report.results import by_run
-from experiments.runs.run import settings_for
+from experiments.runs.settings import settings_for
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from experiments.models import wukong
 from experiments.models.click_training import ClickTraining
 from experiments.models.dlrm import DLRMConfig
 from experiments.report.results import by_run
-from experiments.runs.run import Settings
+from experiments.runs.settings import Settings
 
 TINY = DLRMConfig(
     name="tiny", dense=4, sizes=(5, 7), hots=(1, 1), width=128, bottom=(128,), cross=1, rank=128, top=(256,), norm=True

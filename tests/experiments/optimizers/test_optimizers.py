@@ -9,7 +9,7 @@ from experiments.harness.rows import Row
 from experiments.optimizers import candidates, page, run, speed, training, updates
 from experiments.optimizers.training import BASE, GAP, HELD_OUT, INTERVAL
 from experiments.optimizers.updates import LARGEST, PROJECTION, RMS, Setting
-from experiments.runs.run import settings_for
+from experiments.runs.settings import settings_for
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ from experiments.harness.rows import Journal, Row
 from experiments.kv_cache.decode_attention import Heads, Size
 from experiments.prefill_attention import page, run, speed
 from experiments.prefill_attention.run import ALL, ATTENTION, COSINE, NORM, WORST
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 
 
 def test_a_real_model(folder, tmp_path, monkeypatch):

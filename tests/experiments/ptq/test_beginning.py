@@ -9,7 +9,7 @@ from experiments.calibration.run import prepared
 from experiments.data import texts
 from experiments.data.texts import EvaluationText
 from experiments.models.causal_lm import encoding_of, of_folder, windows_for
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.settings import RealModels, Settings
 from tests.support.models.hf_models import save_llama, tokenizer
 
 TEXT = EvaluationText("t", "", ("the of and to in is it that for was on are with as at be this have " * 20,))

@@ -35,7 +35,7 @@ from experiments.ptq.real import real_tasks, run_real
 from experiments.report import accuracies, model_values, own_models
 from experiments.report.results import Results
 from experiments.runs import real_models
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
 from tests.support.models import hf_models
 

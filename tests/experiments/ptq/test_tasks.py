@@ -28,7 +28,7 @@ from experiments.ptq.real import PARTS, check_parts, default_schemes, of_parts, 
 from experiments.ptq.task_page import programs_section
 from experiments.runs import benches
 from experiments.runs.real_models import real_subject
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 from tests.support.models.hf_models import WORDS, save_llama, save_mpnet, save_whisper
 
 pytest.importorskip("transformers")

@@ -34,7 +34,7 @@ from experiments.qat.real import PLANS, TUNED, RealPlan, measure_model
 from experiments.qat.real_page import real_findings, real_sections
 from experiments.report.questions import real_qat_claims
 from experiments.runs.real_models import Tables
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 from tests.support.models.hf_models import ARCHITECTURES, save_lm
 
 pytest.importorskip("transformers")

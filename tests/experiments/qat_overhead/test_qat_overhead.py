@@ -49,7 +49,7 @@ from experiments.qat_overhead.step import (
 from experiments.report import pages
 from experiments.report.results import Results
 from experiments.report.targets import percent_over
-from experiments.runs.run import settings_for
+from experiments.runs.settings import settings_for
 from tests.experiments.harness import tiny
 
 # The page of experiment `qat_overhead`: targets of the real shapes alone, published values, what was not measured.

@@ -18,7 +18,8 @@ from experiments.ptq.real import real_tasks
 from experiments.qat.real import plan_of, planned
 from experiments.report import accuracies
 from experiments.report.accuracies import EXAMPLES, WAYS, counted, of_experiment
-from experiments.runs.run import RealModels, Settings, check_asked
+from experiments.runs.run import check_asked
+from experiments.runs.settings import RealModels, Settings
 
 BOARDED = [name for name in EXPERIMENTS if hasattr(EXPERIMENTS[name].page_module(), "comparisons")]
 

@@ -1,6 +1,7 @@
 """The driver of runs on real models: what is measured again, when nothing more starts, what a failure leaves."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,14 @@ from torch import nn
 
 from experiments.data.texts import OwnText, is_held_out
 from experiments.harness.measuring import Deadline, is_late, status
+from experiments.harness.registry import EXPERIMENTS, WINDOWS
 from experiments.harness.rows import Journal
 from experiments.models import causal_lm
 from experiments.models.causal_lm import FILE, MODEL, Undivided
 from experiments.runs import outcome, real_models, run
 from experiments.runs.real_models import Place, Tables, by_data
-from experiments.runs.run import Settings
+from experiments.runs.settings import RealModels, Settings
+from experiments.runs.windows import measured_on, texts_of
 
 TASKS = {Place("weights", name, 0): name for name in ("a", "b", "c")}
 
@@ -159,7 +162,7 @@ def test_what_was_not_reached_of_a_model_that_was_asked_for_is_a_row(tmp_path):
     here = Settings(scale="quick", device="cpu", cache=tmp_path, seconds=1.0)
     failed = here.rows("ptq", "real m", MODEL, "weights", "gptq", status("not run: the seconds were over"))
     assert run.all_rows(here, Journal(), failed) == []
-    assert run.all_rows(replace(here, asked=run.RealModels(models=("m",))), Journal(), failed) == failed
+    assert run.all_rows(replace(here, asked=RealModels(models=("m",))), Journal(), failed) == failed
 
 
 def test_an_experiment_of_which_nothing_was_measured_fails(tmp_path, monkeypatch, capsys):
@@ -197,21 +200,21 @@ def test_ones_own_text_is_evaluated_on_whole_where_nothing_trains_on_it(tmp_path
     (tmp_path / "own.txt").write_text("word " * 50)
     settings = Settings(scale="quick", device="cpu", cache=tmp_path)
     own = OwnText.of(tmp_path / "own.txt", whole=True)
-    (text,) = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    (text,) = texts_of(replace(settings, asked=RealModels(models=("m",), own_text=own)))
     assert text.documents == ("word " * 50,)
     assert text.name.startswith("own.txt-")
     own = OwnText.of(tmp_path / "own.txt")
-    texts = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    texts = texts_of(replace(settings, asked=RealModels(models=("m",), own_text=own)))
     assert (texts[0].name, len(texts[0].documents[0])) == (f"{text.name}-held-out", 25)
     assert is_held_out(texts[0].name, "own.txt"), "as pages find it"
     assert not is_held_out(texts[0].name, "own")
-    run.check_asked(["ptq"], run.RealModels(models=("m",), own_text=own), ())
+    run.check_asked(["ptq"], RealModels(models=("m",), own_text=own), ())
     own = OwnText.of(tmp_path / "own.txt", alone=True)
-    (text,) = real_models.texts_of(replace(settings, asked=run.RealModels(models=("m",), own_text=own)))
+    (text,) = texts_of(replace(settings, asked=RealModels(models=("m",), own_text=own)))
     assert (text.name, text.documents) == (texts[0].name, texts[0].documents)
-    run.check_asked(["calibration"], run.RealModels(models=("m",), own_text=own), ())
+    run.check_asked(["calibration"], RealModels(models=("m",), own_text=own), ())
     with pytest.raises(ValueError, match="--text goes with one of ptq, calibration, qat, fp8_training alone"):
-        run.check_asked(["decode"], run.RealModels(models=("m",), own_text=own), ())
+        run.check_asked(["decode"], RealModels(models=("m",), own_text=own), ())
 
 
 def test_published_rows_of_another_text_or_other_windows_are_not_taken(tmp_path):
@@ -219,8 +222,8 @@ def test_published_rows_of_another_text_or_other_windows_are_not_taken(tmp_path)
     (tmp_path / "own.txt").write_text("word " * 50)
     settings = Settings(scale="quick", device="cpu", cache=tmp_path)
     own = OwnText.of(tmp_path / "own.txt", whole=True)
-    asked = replace(settings, asked=run.RealModels(models=("m",), own_text=own, windows=2, length=64))
-    (text,) = real_models.texts_of(asked)
+    asked = replace(settings, asked=RealModels(models=("m",), own_text=own, windows=2, length=64))
+    (text,) = texts_of(asked)
 
     def measured(name, windows=2, length=64, method="int8"):
         values = {"windows": (windows, ""), "tokens of a window": (length, ""), **status("ok")}
@@ -232,10 +235,35 @@ def test_published_rows_of_another_text_or_other_windows_are_not_taken(tmp_path)
         ]
 
     mine, layers = measured(text.name), settings.rows("ptq", "layers", "x", "weights", "int8", status("ok"))
-    assert real_models.measured_on([*mine, *layers], asked) == [*mine, *layers]
+    taken = partial(measured_on, settings=asked, windows=WINDOWS)
+    assert taken([*mine, *layers]) == [*mine, *layers]
     for others in (measured("other"), measured(text.name, 3), measured(text.name, 2, 128)):
-        assert real_models.measured_on([*others, *layers], asked) == layers
-    assert real_models.measured_on([*mine, *measured("other", method="int4")], asked) == mine
+        assert taken([*others, *layers]) == layers
+    assert taken([*mine, *measured("other", method="int4")]) == mine
+
+
+def test_windows_are_those_of_the_experiment(tmp_path):
+    """Of caches and attention a text stands for itself, a short run reads one, and some rows name their length alone."""
+    (tmp_path / "own.txt").write_text("word " * 50)
+    own = OwnText.of(tmp_path / "own.txt")
+    settings = Settings(
+        scale="quick", device="cpu", cache=tmp_path, asked=RealModels(models=("m",), own_text=own)
+    )
+    first, second = texts_of(settings)
+
+    def attended(text, tokens):
+        return settings.rows(
+            "prefill_attention", "real m", text.name, "attention", "int8", tokens | status("ok")
+        )
+
+    for name in ("kv_cache", "prefill_attention"):
+        windows = EXPERIMENTS[name].windows
+        assert texts_of(settings, windows) == (first,)
+        mine = attended(first, {"tokens": (192, "")})
+        assert measured_on([*mine, *attended(second, {"tokens": (192, "")})], settings, windows) == mine
+        assert measured_on(attended(first, {"tokens": (512, "")}), settings, windows) == []
+        whole = replace(settings, scale="full")
+        assert texts_of(whole, windows) == (first, second)
 
 
 def test_a_measurement_says_what_is_left_of_it(monkeypatch):

@@ -13,7 +13,8 @@ from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row, read, write
 from experiments.runs import validations
-from experiments.runs.run import Settings, merge, merged, publish_run, run_one
+from experiments.runs.run import merge, merged, publish_run, run_one
+from experiments.runs.settings import Settings
 from experiments.runs.validations import Validation
 
 # The table of what a GPU validated: its lines, what is missing, what is only said, how tests become lines.

@@ -9,7 +9,7 @@ from experiments.data import texts
 from experiments.harness.rows import Journal
 from experiments.models.causal_lm import Bench, linears, of_folder
 from experiments.report.real_runs import CHANGE, KL
-from experiments.runs.run import RealModels, settings_for
+from experiments.runs.settings import RealModels, settings_for
 from experiments.sparsity import page, real, run
 
 pytest.importorskip("transformers")
