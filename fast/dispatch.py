@@ -51,7 +51,12 @@ def has_kernels(x: torch.Tensor) -> bool:
 
 def is_traced(x: torch.Tensor) -> bool:
     """Whether a call is being recorded, or has shapes alone (meta): then it has to appear as an operator (see `fast.ops`)."""
-    return torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_meta
+    return _is_compiling() or _has_no_memory(x)
+
+
+def _has_no_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has shapes alone, or is of a class whose memory kernels cannot be given."""
+    return type(x) not in PLAIN or x.is_meta
 
 
 def is_transformed() -> bool:
@@ -62,14 +67,22 @@ def is_transformed() -> bool:
     return _modes() > 0 or _transforms() is not None or forward_ad._current_level >= 0
 
 
+def is_intercepted() -> bool:
+    """Whether a tracer, a mode or a transform has to see each call as an operator, whatever its tensors."""
+    return _is_compiling() or is_transformed()
+
+
+def is_operator(*tensors: torch.Tensor) -> bool:
+    """Whether a call on these has to appear as an operator, gradients aside: as above, or because they have no memory."""
+    return is_intercepted() or any(map(_has_no_memory, tensors))
+
+
 def runs_eagerly(*tensors: torch.Tensor) -> bool:
     """Whether nothing has to see a call on these as an operator: no tracer, mode, transform or gradient, tensors with memory.
 
     Operators of `torch.library.custom_op` take the host longer than a launch; such a call goes past them.
     """
-    if _is_compiling() or is_transformed():
-        return False
-    return all(type(one) in PLAIN and not one.is_meta for one in tensors) and not wants_gradient(tensors)
+    return not is_operator(*tensors) and not wants_gradient(tensors)
 
 
 def is_below_autograd() -> bool:
@@ -141,10 +154,7 @@ class Function:
 
 def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
     """The function's result. The first operand has to be a tensor; what is wrong with others the reference says."""
-    if _is_compiling():
-        _check(function, operands)
-        return _operate(function, record, values, operands)
-    if is_transformed() or (function.differentiable and wants_gradient(operands)):
+    if is_intercepted() or (function.differentiable and wants_gradient(operands)):
         _check(function, operands)
         return _operate(function, record, values, operands)
     try:
@@ -158,7 +168,7 @@ def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequ
         if result is not None:
             return result
     _check(function, operands)
-    if any(isinstance(t, torch.Tensor) and (type(t) not in PLAIN or t.is_meta) for t in operands):
+    if any(isinstance(t, torch.Tensor) and _has_no_memory(t) for t in operands):
         return _operate(function, record, values, operands)
     return _compute(function, record, values, operands, key)
 

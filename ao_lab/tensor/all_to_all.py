@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fast.dispatch import has_kernels, is_transformed
+from fast.dispatch import has_kernels, is_intercepted
 from fast.ops import once_differentiable
 from fast.quantize.quantize import dequantize, quantize
 from reference import Quantized, Scheme
@@ -147,7 +147,7 @@ def joined(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def is_launched(x: torch.Tensor) -> bool:
     """Whether kernels may be launched past the dispatcher: tracers, modes and transforms have to see operators."""
-    return not torch.compiler.is_compiling() and not is_transformed() and has_kernels(x)
+    return not is_intercepted() and has_kernels(x)
 
 
 def values_of(arrived: torch.Tensor, scheme: Scheme, width: int, dtype: torch.dtype) -> torch.Tensor:

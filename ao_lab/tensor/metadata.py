@@ -18,7 +18,7 @@ import torch
 
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, recipe_of
 from ao_lab.gemm.codes import BLOCK
-from fast.dispatch import PLAIN, has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_operator
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason
 from fast.matmul.preshuffled.layout import unsupported_reasons as stored_reasons
 from fast.matmul.preshuffled.linear import INPUTS, rearranged, restored
@@ -209,7 +209,7 @@ def _may_be_preshuffled(t: Weight) -> bool:
     """Whether the stored values decide: nothing else of a weight keeps it as it is."""
     if t.meta.layout != "plain" or t.meta.flat is not None or t.requires_grad or t.dtype not in INPUTS:
         return False
-    if type(t.codes) not in PLAIN or is_traced(t.codes) or is_transformed() or not has_kernels(t.codes):
+    if is_operator(t.codes) or not has_kernels(t.codes):
         return False
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return False

@@ -12,7 +12,7 @@ import torch
 
 import fast
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.dispatch import has_kernels, is_transformed
+from fast.dispatch import has_kernels, runs_eagerly
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
 from reference.formats.encode import random_bits
@@ -133,7 +133,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
         raise TypeError(
             f"transposed takes a matrix of one-byte codes, got {x.dtype} of shape {tuple(x.shape)}; use x.t().contiguous()"
         )
-    if torch.compiler.is_compiling() or is_transformed() or not has_kernels(x):
+    if not runs_eagerly(x) or not has_kernels(x):
         return x.t().contiguous()
     from fast.kernels.rowwise_colwise.turned import turned_bytes
 

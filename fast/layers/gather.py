@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from fast.dispatch import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_operator
 
 
 def gather_transposed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """x (T, C) by source (P,) int32 as (C, P); negative numbers give zeros."""
-    if is_traced(x) or is_transformed():
+    if is_operator(x):
         result: torch.Tensor = _gather_op(x, source)
         return result
     return _gather(x, source)

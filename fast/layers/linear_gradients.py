@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fast.dispatch import Function, execute, has_kernels, is_traced, is_transformed, run, wants_gradient
+from fast.dispatch import Function, execute, has_kernels, is_traced, run, runs_eagerly
 from fast.gemm.choose import APART, BESIDE, EPILOGUE, gradients
 from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
 from fast.ops import register
@@ -58,9 +58,12 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
 
 def _is_plain(g: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether dispatch would come to the kernels: dense matrices of one GPU that has them, and nothing that listens."""
-    if is_traced(g) or is_traced(x) or is_transformed() or wants_gradient((g, x)):
-        return False
-    return g.layout is x.layout is torch.strided and g.device == x.device and has_kernels(g)
+    return (
+        runs_eagerly(g, x)
+        and g.layout is x.layout is torch.strided
+        and g.device == x.device
+        and has_kernels(g)
+    )
 
 
 def _check(g: torch.Tensor, x: torch.Tensor) -> None:

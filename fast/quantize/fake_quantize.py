@@ -18,8 +18,7 @@ from fast.dispatch import (
     Function,
     execute,
     has_kernels,
-    is_traced,
-    is_transformed,
+    is_operator,
     require_tensor,
     run,
     wants_gradient,
@@ -48,7 +47,7 @@ def fake_quantize(
         raise NotImplementedError(
             "fast.fake_quantize has no gradient for an outer scale: detach it, and learn the block scales instead"
         )
-    if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
+    if wants_gradient(operands) and not is_operator(x):
         (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
         result: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, is_traced, is_transformed, run, scale_parts
+from fast.dispatch import Function, execute, is_operator, run, scale_parts
 from fast.kernels.sm90_sparse24_gemm.arrange import OCTET, arrange, packed_shape, unpack_bits
 from fast.ops import given_of, record_name, register
 from reference import Compressed, Scales, Scheme
@@ -213,8 +213,7 @@ def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None)
             f"masked takes a bool mask of the weight's shape {tuple(w.shape)}, or uint8 of {packed_shape(tuple(w.shape))}, got "
             f"{mask.dtype} of {tuple(mask.shape)}; `pack_bits` makes such"
         )
-    plain = not (is_traced(w) or is_transformed())
-    if not (plain and w.is_cuda and _served(w, out)):
+    if is_operator(w) or not (w.is_cuda and _served(w, out)):
         return _written(w, unpack_bits(mask, w.shape[-1]), out)
     result: torch.Tensor = execute(MASKED, None, (), (w, mask, out))
     if out is None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fast.dispatch import execute, is_traced, is_transformed
+from fast.dispatch import execute, is_operator
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
 from fast.sparsity.compress import DTYPES, compress_masked, masked
@@ -111,7 +111,7 @@ def _wgmma_all_grads(
     """dx, dW, db; of transposable masks by one operator where something listens."""
     if not (transposable and g.numel() and w.numel()):
         return _wgmma_input_grad(g, w, mask, transposable), *weight_and_bias_gradients(g, x)
-    if is_traced(g) or is_traced(w) or is_transformed():
+    if is_operator(g, w):
         dx, dw, db = torch.ops.ao_lab.sparse_wgmma_gradients(g, x, w, mask)
         return dx, dw, db
     return _all_gradients(g, x, w, mask)
@@ -130,7 +130,7 @@ def _wgmma(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
 ) -> torch.Tensor:
     """By the operator where something listens; dispatching one takes as long as a small kernel runs."""
-    if not (is_traced(x) or is_traced(w) or is_transformed()):
+    if not is_operator(x, w):
         return _multiply(x, w, mask, bias, transposed)
     # Rows, as backward keeps them: of two shapes of one tensor a compiler writes two copies.
     rows: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(

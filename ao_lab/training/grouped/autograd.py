@@ -24,7 +24,7 @@ import fast
 from ao_lab.training.autograd import is_drawn, new_seed, tuned_recipe
 from ao_lab.training.casts import Matrix, joined, of_record, parts, quantize_one, quantized, words
 from ao_lab.training.grouped.products import Columns, columns_product, rows_product
-from fast.dispatch import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_operator
 from fast.layers.gather import gather_transposed
 from fast.layers.hadamard import hadamard
 from fast.ops import derived, once_differentiable
@@ -181,7 +181,7 @@ def layout_of(offsets: torch.Tensor, rows: int, step: int) -> Layout:
     if step % GRAIN:
         ends, source = _tables(offsets, rows, step)
         return Layout(offsets, ends, rows, step, source)
-    traced = is_traced(offsets) or is_transformed()
+    traced = is_operator(offsets)
     ends, source, owners = (_layout_op if traced else _layout)(offsets, rows, step)
     return Layout(offsets, ends, rows, step, source, owners)
 
@@ -301,9 +301,7 @@ def _of_turned(x: torch.Tensor, operand: Operand) -> Matrix:
     scheme = operand.scheme
     if scheme is None:
         raise ValueError("a scheme is missing")
-    codes, scale = (
-        _weight_columns_op(x, scheme.key) if is_traced(x) or is_transformed() else _weight_columns(x, scheme)
-    )
+    codes, scale = _weight_columns_op(x, scheme.key) if is_operator(x) else _weight_columns(x, scheme)
     return Quantized(codes, scale, None, None, tuple(codes.shape), 1, _own_scales(scheme))
 
 
@@ -368,7 +366,7 @@ def columns_operand(
         return _of_gathered(x, operand, layout, seed, stream)
     if layout.source is None or layout.owners is None:
         return _of_gathered(x, operand, layout, seed, stream)
-    if is_traced(x) or is_transformed():
+    if is_operator(x):
         tables = layout.offsets, layout.ends, layout.source, layout.owners
         codes, scale, *table = _columns_op(x, *tables, layout.step, scheme.key)
         fine = scheme if scheme.scale.block not in ONE else in_blocks(scheme.key, layout.step)

@@ -21,7 +21,7 @@ from ao_lab.gemm.choices import tuned
 from ao_lab.gemm.codes import STEP
 from ao_lab.training.casts import Matrix, quantized
 from ao_lab.training.products import capability, is_one_scale, values, without_autocast
-from fast.dispatch import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_operator
 from reference import Quantized
 from reference.training.recipe import Operand, Product
 
@@ -173,7 +173,7 @@ def scale_of(matrix: Matrix) -> torch.Tensor:
 
 def run(name: str, operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
     """The product, through an operator where a tracer listens."""
-    if is_traced(operands.a) or is_transformed():
+    if is_operator(operands.a):
         y: torch.Tensor = _op(
             operands.a, operands.b, operands.scale_a, operands.scale_b, ends, name, fast_sums
         )
