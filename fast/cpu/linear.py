@@ -23,17 +23,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, prod
+from math import inf, prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 import reference
 from fast.cpu.capability import cpu_capability
 from fast.cpu.dequantize import Decoder, Tiles, as_array, dequantize, multiplies_bfloat16, numba_missing
-from fast.cpu.elements import TABLE, Decoding, Element, largest, single_table
-from fast.cpu.scales import DTYPES, BlockScales, covered
+from fast.cpu.elements import Decoding, Element, largest, single_table
+from fast.cpu.scales import DTYPES, BlockScales, covered, scale_table
 from fast.cpu.threads import KEPT, in_parts, scratch
 from reference import Quantized
 from reference.quantize.quantize import check_quantized
@@ -83,71 +84,73 @@ def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None =
 
 def _by_loop(row: torch.Tensor, w: Quantized) -> torch.Tensor | None:
     """Float32 (1, N), by `gemv`; None where its loop does not read a weight so stored, or something might overflow."""
-    loop = RowLoop.of(w)
-    return None if loop is None else loop(row)
+    scales = BlockScales.coded(w)
+    loop = RowLoop.of(w, scales)
+    return None if loop is None else loop(row, loop.operands(w, scales))
 
 
 @dataclass(frozen=True)
 class RowLoop:
-    """`gemv` of a weight (N, K). operands: what its kernel takes before the inputs, arrays of the weight's memory where it lies
-    as the kernel reads it; in_group: codes of a group; reach: the largest magnitude of a code, less a zero point; adds: whether
-    zero points are values that are added."""
+    """`gemv` of weights (N, K) that lie alike. look: finds the ends of inputs and scales; numbers: of the codes; reach: the
+    largest magnitude of a code, less a zero point; adds: whether zero points are values that are added; divides, size: as of
+    `BlockScales`."""
 
     kernel: Callable[..., None]
-    operands: tuple[Any, ...]
-    in_group: int
-    scales: BlockScales
+    look: Callable[..., None]
+    numbers: Any
     reach: float
     adds: bool
+    divides: bool
+    size: int
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, w: Quantized) -> RowLoop | None:
-        """That of a weight whose record is taken (`takes`); None where a group ends in no block."""
-        scales = BlockScales.coded(w)
-        _check_rows(w, scales)
-        launch = _launch(w, scales)
-        if launch is None:
-            return None
-        kernel, in_group, long = launch
-        element, adds = Element.of(w.scheme), _adds(w.scheme)
-        operands = (
-            _numpy(w.codes),
-            _numpy(single_table(element) if Decoding.of(element).kind == TABLE else None),
-            _numpy(scales.scale),
-            _numpy(scales.table),
-            _numpy(scales.zero, (1, 0)),
-            adds,
-            scales.divides,
-            long,
-        )
-        reach = largest(element) + (256 if w.zero is not None else 0)
-        return cls(kernel, operands, in_group, scales, reach, adds, (w.shape[0], w.shape[1]))
+    def of(cls, w: Quantized, scales: BlockScales) -> RowLoop | None:
+        """That of a weight whose record is taken (`takes`) and its scales (`BlockScales.coded`); None where a group ends in no
+        block."""
+        from fast.cpu.loops.ends import compiled_look
 
-    def __call__(self, row: torch.Tensor) -> torch.Tensor | None:
-        """Float32 (1, N) of inputs (1, K) in float32; None where something might overflow."""
-        if not self._stays_finite(row):
+        _check_rows(w, scales)
+        kernel = _row_kernel(w, scales)
+        if kernel is None:
             return None
-        y = torch.empty((1, self.shape[0]), dtype=torch.float32, device="cpu")
-        zero, size = self.scales.zero, self.scales.size
-        sums = _numpy(None if zero is None else _block_sums(row, size))
-        out, inputs = y.view(-1).numpy(), _numpy(_in_planes(row, self.in_group))
+        element, adds, shape = Element.of(w.scheme), _adds(w.scheme), (w.shape[0], w.shape[1])
+        reach = largest(element) + (256 if w.zero is not None else 0)
+        look, table = compiled_look(scales.table is not None), as_array(single_table(element))
+        return cls(kernel, look, table, reach, adds, scales.divides, scales.size, shape)
+
+    def operands(self, w: Quantized, scales: BlockScales) -> tuple[Any, ...]:
+        """What a kernel takes of a weight: codes, scales, their table and zero points, its own memory where it reads that."""
+        zero = _nothing((1, 0)) if scales.zero is None else as_array(scales.zero)
+        table = _nothing((0,)) if scales.table is None else as_array(scales.table)
+        return as_array(w.codes), as_array(scales.scale), table, zero
+
+    def __call__(self, row: torch.Tensor, operands: tuple[Any, ...]) -> torch.Tensor | None:
+        """Float32 (1, N) of inputs (1, K) in float32; None where something might overflow."""
+        codes, scale, table, zero = operands
+        inputs, out = as_array(row.view(-1)), np.empty(self.shape[0], np.float32)
+        if not self._stays_finite(inputs, scale, table, zero):
+            return None
+        flags = self.adds, self.divides, self.size
 
         def work(first: int, last: int) -> None:
-            self.kernel(*self.operands, inputs, sums, first, last, out)
+            self.kernel(codes, self.numbers, scale, table, zero, *flags, inputs, first, last, out)
 
         in_parts(work, self.shape[0], prod(self.shape))
-        return y
+        return torch.from_numpy(out).view(1, -1)
 
-    def _stays_finite(self, row: torch.Tensor) -> bool:
+    def _stays_finite(self, inputs: Any, scale: Any, table: Any, zero: Any) -> bool:
         """Whether all that the loop computes lies inside float32: sums of codes times inputs before they are scaled, and what
         dequantization would have to saturate. Not where a scale or an input is NaN or infinite."""
-        zero, scale = self.scales.zero, self.scales.largest()
-        added = float(zero.abs().max()) if zero is not None and self.adds else 0.0
-        low, high = row.aminmax()
-        sums = max(-float(low), float(high)) * row.shape[1]
-        reach = self.reach
-        return reach * scale + added < FAR and sums * max(reach, reach * scale, added) < FAR
+        ends = np.empty(4, np.float32)
+        self.look(
+            inputs, scale.reshape(-1), table, (zero if self.adds else _nothing((1, 0))).reshape(-1), ends
+        )
+        x, most, least, added = ends.tolist()
+        if self.divides:
+            most = 1 / least if least and most < FAR else inf
+        sums, reach = x * self.shape[1], self.reach
+        return reach * most + added < FAR and sums * max(reach, reach * most, added) < FAR
 
 
 def _check_rows(w: Quantized, scales: BlockScales) -> None:
@@ -165,37 +168,37 @@ def _rows_agree(w: Quantized, scales: BlockScales) -> bool:
     return same and w.codes.dim() == 2 and len(w.codes) == w.shape[0] and len(scales.scale) == rows
 
 
-def _launch(w: Quantized, scales: BlockScales) -> tuple[Any, int, int] | None:
-    """The loop for a weight, the codes of its groups and the groups of its blocks; None where a group ends in no block."""
-    from fast.cpu.loops.gemv import WIDEST, compiled, group_of
+def _row_kernel(w: Quantized, scales: BlockScales) -> Callable[..., None] | None:
+    """The loop for a weight; None where a group ends in no block."""
+    from fast.cpu.loops.gemv import Row, compiled, group_of
 
     element, blocks = Element.of(w.scheme), scales.scale.shape[1]
     packed = w.packed and element.bits < 8
     in_group, size = group_of(element.bits) if packed else (1, 1)
-    groups = -(-w.shape[1] // in_group)
-    if groups * size != w.codes.shape[1] or (blocks > 1 and (scales.size % in_group or scales.divides)):
+    whole = -(-w.shape[1] // in_group) * size == w.codes.shape[1]
+    if not whole or (blocks > 1 and (scales.size % in_group or scales.divides)):
         return None
-    long = scales.size // in_group if blocks > 1 else groups
-    run = gcd(WIDEST, long) if blocks > 1 else 1
-    return compiled(Decoding.of(element), packed, scales.table is not None, run), in_group, long
+    long = scales.size // in_group if blocks > 1 else 0
+    zero_codes = scales.zero is not None and scales.zero.dtype == torch.int8
+    return compiled(Row.of(Decoding.of(element), packed, _scale_kind(w.scheme, scales), long, zero_codes))
+
+
+def _scale_kind(scheme: Scheme, scales: BlockScales) -> int:
+    """What the loop takes scales for: codes that it decodes, or entries of a table where it would divide them."""
+    from fast.cpu.loops.row_sums import E4M3, E8M0, ENTRIES, NUMBERS
+
+    if scales.table is None:
+        return NUMBERS
+    storage, outer = scheme.scale.storage, scheme.outer is not None
+    if storage == "float8_e8m0fnu" and not outer:
+        return E8M0
+    return E4M3 if storage == "float8_e4m3fn" and not (outer and scheme.outer_order == "encode") else ENTRIES
 
 
 @lru_cache(maxsize=8)
 def _nothing(shape: tuple[int, ...]) -> Any:
     """What stands for an operand that a weight does not have."""
-    return torch.zeros(shape, dtype=torch.float32, device="cpu").numpy()
-
-
-def _numpy(x: torch.Tensor | None, shape: tuple[int, ...] = (0,)) -> Any:
-    """The array of an operand that may be missing."""
-    return _nothing(shape) if x is None else as_array(x)
-
-
-def _in_planes(row: torch.Tensor, in_group: int) -> torch.Tensor:
-    """A row of inputs (1, K) as (codes of a group, groups), zeros behind it up to a whole group."""
-    short = -row.shape[1] % in_group
-    row = torch.nn.functional.pad(row, (0, short)) if short else row
-    return row.view(-1, in_group).t()
+    return np.zeros(shape, np.float32)
 
 
 @torch.no_grad()
@@ -219,13 +222,6 @@ def _by_tiles(row: torch.Tensor, w: Quantized) -> torch.Tensor:
 def _adds(scheme: Scheme) -> bool:
     """Whether zero points are values that are added."""
     return scheme.zero is not None and scheme.zero.rule == "value"
-
-
-def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
-    """Sums of the inputs (1, K) over each block, (blocks,)."""
-    short = -row.shape[1] % size
-    row = torch.nn.functional.pad(row, (0, short)) if short else row
-    return row.view(-1, size).sum(1)
 
 
 #: Rows that the loop multiplies at most.
@@ -335,17 +331,30 @@ def way_of(x: torch.Tensor) -> tuple[torch.dtype, bool] | None:
 
 
 def _prepared_row(w: Quantized) -> PreparedRows | None:
-    loop = RowLoop.of(w)
+    scales = BlockScales.coded(w)
+    loop = RowLoop.of(w, scales)
     if loop is None:
         return None
-    kept = loop if _lies(w, loop.operands[0], loop.operands[2]) else None
+    operands = loop.operands(w, scales)
+    lies = _all_lie(w, operands)
 
     def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        again = RowLoop.of(w) if kept is None else kept
-        y = None if again is None else again(x.to(torch.float32).resolve_neg())
+        now = operands
+        if not lies:
+            now = loop.operands(w, BlockScales.coded(w))
+        elif w.outer is not None:
+            now = (*operands[:2], as_array(scale_table(w)), operands[3])
+        y = loop(x.to(torch.float32).resolve_neg(), now)
         return None if y is None else _with_bias(y, bias, x.dtype)
 
     return multiply
+
+
+def _all_lie(w: Quantized, operands: tuple[Any, ...]) -> bool:
+    """Whether codes, scales and zero points of a loop are the memory of a weight's, so that what is written there is read."""
+    codes, scale, _, zero = operands
+    parts = [(codes, w.codes), (scale, w.scale)] + ([] if w.zero is None else [(zero, w.zero)])
+    return all(array.__array_interface__["data"][0] == part.data_ptr() for array, part in parts)
 
 
 def _prepared_several(w: Quantized, dtype: torch.dtype, by_loop: bool) -> PreparedRows | None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from fast.cpu.elements import Element, has_infinities, largest
@@ -53,38 +54,27 @@ class BlockScales:
         return result if result.is_plain(q.scheme, dtype) else None
 
     @classmethod
-    def _made(cls, q: Quantized, dtype: torch.dtype) -> BlockScales:
+    def _made(cls, q: Quantized, dtype: torch.dtype, zero_codes: bool = False) -> BlockScales:
         q = with_plain_scales(q)
         scheme = q.scheme
         scale = _decoding_scale(q, _carrier(scheme, dtype))
-        zero = None if q.zero is None or _is_double(scheme) else _zero(q)
+        zero = None if q.zero is None or _is_double(scheme) else _zero(q, zero_codes)
         return cls(*_as_rows(q, scale, zero), scheme.scale.stored == "encode")
 
     @classmethod
     def coded(cls, q: Quantized) -> BlockScales:
-        """As `of` for float32, of numbers of any size; scales of 8 bits stay the codes they are, and come with their table.
+        """As `of` for float32, of numbers of any size; scales of 8 bits stay the codes they are, and come with their table,
+        and zero points that are int8 stay that.
 
         Only of tensors that are `covered` (which is not asked again: a record's hash takes as long as a small product).
         """
         storage = q.scheme.scale.storage
         if storage_dtype(storage) not in ("uint8", "int8") or _is_double(q.scheme):
-            return cls._made(q, torch.float32)
+            return cls._made(q, torch.float32, zero_codes=True)
         q = with_plain_scales(q)
-        table = _with_outer(_storage_table(storage), q, torch.float32).view(-1)
-        scale, zero, size = _as_rows(q, q.scale.view(torch.uint8), None if q.zero is None else _zero(q))
-        return cls(scale, zero, size, q.scheme.scale.stored == "encode", table)
-
-    def largest(self) -> float:
-        """A bound of the scales' magnitudes, of the quotients' where they divide; NaN or infinity where one may be that."""
-        if not self.scale.numel():
-            return 0.0
-        if self.table is not None:
-            return float(self.table[: int(self.scale.max()) + 1].abs().max())
-        low, high = (float(end) for end in torch.aminmax(self.scale.detach()))
-        if not self.divides:
-            return max(abs(low), abs(high))
-        smallest = float(self.scale.abs().min())
-        return 1 / smallest if smallest else float("inf")
+        zero = None if q.zero is None else _zero(q, codes=True)
+        scale, zero, size = _as_rows(q, q.scale.view(torch.uint8), zero)
+        return cls(scale, zero, size, q.scheme.scale.stored == "encode", scale_table(q))
 
     def part(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points of some rows."""
@@ -161,8 +151,26 @@ def _with_outer(scale: torch.Tensor, q: Quantized, unit: torch.dtype) -> torch.T
     return _rounded(scale * (1.0 / outer if scheme.outer_order == "folded" else outer), unit)
 
 
+def scale_table(q: Quantized) -> torch.Tensor:
+    """What each of the 256 codes of a tensor's scales stands for, the outer scale included, float32 (256,)."""
+    return _with_outer(_storage_table(q.scheme.scale.storage), q, torch.float32).view(-1)
+
+
 def _double(q: Quantized, unit: torch.dtype) -> torch.Tensor:
-    """Scales that are quantized themselves, by the reference: there is one for many elements."""
+    """Scales that are quantized themselves, in groups along all of them, about their mean: float32 operations in the order of
+    `reference.quantize.scales.double_scale`. Infinite ones are not made finite here: who asks leaves those to the reference."""
+    outer, size = q.scales.outer, q.scheme.outer.block if q.scheme.outer is not None else None
+    if unit != torch.float32 or not isinstance(size, int) or len(outer) != -(-q.scale.numel() // size):
+        return _by_reference(q, unit)
+    codes = q.scale.detach().reshape(-1).view(torch.uint8).numpy()
+    numbers = np.ones(len(outer) * size, np.float32)
+    numbers[: len(codes)] = _storage_table(q.scheme.scale.storage).numpy()[codes]
+    with np.errstate(all="ignore"):
+        numbers = numbers.reshape(-1, size) / outer.detach().numpy()[:, None] + q.scales.zero.detach().numpy()
+    return torch.from_numpy(numbers.reshape(-1)[: len(codes)]).view(q.scale.shape)
+
+
+def _by_reference(q: Quantized, unit: torch.dtype) -> torch.Tensor:
     blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
     parts = {name: getattr(q.scales, name).numpy() for name in ("scale", "outer", "zero")}
     given = type(q.scales)(**parts)
@@ -173,10 +181,13 @@ def _double(q: Quantized, unit: torch.dtype) -> torch.Tensor:
     return _rounded(torch.from_numpy(bits.view("float32")).view(blocks.scale_shape), unit)
 
 
-def _zero(q: Quantized) -> torch.Tensor:
+def _zero(q: Quantized, codes: bool = False) -> torch.Tensor:
+    """Zero points as float32, or where they are `codes` of int8 as that."""
     record = q.scheme.zero
-    value = record is not None and record.rule == "value"
-    return _loaded(q.zero, record.storage) if value and record is not None else q.zero.to(torch.float32)
+    if record is not None and record.rule == "value":
+        return _loaded(q.zero, record.storage)
+    zero: torch.Tensor = q.zero
+    return zero if codes and zero.dtype == torch.int8 else zero.to(torch.float32)
 
 
 def _loaded(kept: torch.Tensor, storage: str) -> torch.Tensor:
@@ -224,4 +235,4 @@ def _as_rows(
     return matrix(scale), None if zero is None else matrix(zero), size
 
 
-__all__ = ["DTYPES", "BlockScales", "covered"]
+__all__ = ["DTYPES", "BlockScales", "covered", "scale_table"]

@@ -19,7 +19,7 @@ from llvmlite import binding, ir
 from numba import config, types
 from numba.extending import intrinsic
 
-from fast.cpu.elements import FLOAT, INTEGER
+from fast.cpu.elements import FLOAT, INTEGER, Decoding
 
 #: Numbers of a vector, and groups of codes that a step decodes.
 LANES = 16
@@ -52,14 +52,21 @@ def _features() -> frozenset[str]:
 
 
 FEATURES = _features()
-#: Whether 16 numbers of 32 bits fit a register, or 32 of 16 bits; and whether products of bfloat16 have an instruction.
+#: Whether 16 numbers of 32 bits fit a register, or 32 of 16 bits; and whether float16 is widened, and products of bfloat16 are
+#: made, by an instruction.
 WIDE, WIDE_HALVES = "avx512f" in FEATURES, {"avx512f", "avx512bw"} <= FEATURES
+HALF = "f16c" in FEATURES
 BFLOAT16 = {"avx512f", "avx512bw", "avx512bf16"} <= FEATURES
 
 
 def words(value: int) -> ir.Constant:
     """An int32 in every lane."""
-    return ir.Constant(WORDS, [value] * LANES)
+    return same(WORDS, value)
+
+
+def same(kind: ir.VectorType, value: int) -> ir.Constant:
+    """An integer in every lane of a vector."""
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def singles(value: float) -> ir.Constant:
@@ -115,6 +122,17 @@ def called(builder: Any, name: str, result: ir.Type, *operands: Any, **flags: An
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), operands, **flags)
 
 
+def with_product(builder: Any, total: Any, w: Any, x: Any) -> Any:
+    """A sum plus a product, rounded once where the processor can."""
+    return builder.fadd(total, builder.fmul(w, x, flags=("contract",)), flags=("contract",))
+
+
+def sum_of(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's lanes, in any order."""
+    start = ir.Constant(FLOAT32, -0.0)
+    return called(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT32, start, vector, fastmath=("reassoc",))
+
+
 #: How zero points enter: not at all, subtracted from codes, or added to numbers.
 NO_ZERO, CODE_ZERO, VALUE_ZERO = 0, 1, 2
 INT64, ROUNDED = ir.IntType(64), ir.VectorType(BFloat16(), LANES)
@@ -125,7 +143,8 @@ class Constants:
     """What a step is written for. bits: of a code; in_group, size: codes and bytes of a group; kind to special: `Decoding`;
     has_unit: whether its unit is not 1; zero: how zero points enter; divides: numbers are divided by scales; rounds: every
     operation rounds to bfloat16; half: bfloat16 is written, else float32; flushes: of bfloat16 below 2**-126 may be 0; one:
-    steps of a block share a scale; in_block: how many those are; shift: a block is 2**shift codes, less than a step, or 0."""
+    steps of a block share a scale; in_block: how many those are; shift: a block is 2**shift codes, less than a step, or 0;
+    raw: numbers are raw (`raw_unit`). `fast.cpu.loops.row_sums` reads some of these otherwise."""
 
     bits: int
     in_group: int
@@ -145,6 +164,13 @@ class Constants:
     one: int
     in_block: int
     shift: int
+    raw: int = 0
+
+
+def raw_unit(decoding: Decoding) -> float:
+    """What numbers of `Step` that are raw are short of; 0 where none are: of 8 bits whose last magnitude alone is NaN."""
+    d = decoding
+    return 2.0 ** (15 - d.bias) if HALF and d.kind == FLOAT and d.bits == 8 and d.special == 127 else 0.0
 
 
 @intrinsic(prefer_literal=True)
@@ -159,13 +185,13 @@ def decode(typing_context, codes, out, steps, unit, table, scale, zero, constant
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         codes, out, blocks, unit, table, scale, zero = arguments[:7]
-        shared = _Step(builder, c, unit, table, scale, zero) if not c.in_block else None
+        shared = Step(builder, c, unit, table, scale, zero) if not c.in_block else None
         with loop(builder, blocks, 1, ()) as (block, _):
             step = shared
             if step is None:
                 offset = builder.mul(block, block.type(4))
                 own = (builder.add(part, offset) if c.one else part for part in (scale, zero))
-                step = _Step(builder, c, unit, table, *own)
+                step = Step(builder, c, unit, table, *own)
             for at in range(max(c.in_block, 1)):
                 step.write(
                     codes,
@@ -178,7 +204,7 @@ def decode(typing_context, codes, out, steps, unit, table, scale, zero, constant
     return types.void(*addresses, constants), generate
 
 
-class _Step:
+class Step:
     """The instructions of a step, and of what steps of a block share: one scale in every lane, a table of scaled numbers."""
 
     def __init__(self, builder: Any, c: Constants, unit: Any, table: Any, scale: Any, zero: Any) -> None:
@@ -190,6 +216,13 @@ class _Step:
         self.is_scaled = self.looks_up and bool(c.one)
         self.has_nibbles = self.is_scaled and WIDE_HALVES and c.half and (c.bits, c.in_group) == (4, 2)
         self.entries = loaded(builder, table, SINGLES) if self.looks_up else None
+        #: The same of 32 numbers, in two registers: of codes of 5 bits, and of the magnitudes of floats of 6.
+        self.pair = []
+        if WIDE and (c.bits == 5 or (c.bits == 6 and c.kind == FLOAT)):
+            self.pair = [loaded(builder, table, SINGLES, table.type(offset)) for offset in (0, 4 * LANES)]
+        #: Whether numbers are made of float16: floats with up to 5 bits of exponent.
+        widens = HALF and c.kind == FLOAT and c.bits - c.mantissa <= 6
+        self.by_half = widens and not self.looks_up and not self.pair
         if self.is_scaled:
             self.entries = self._scaled(self.entries, *self.one)
         if self.has_nibbles:
@@ -211,7 +244,7 @@ class _Step:
         c, b = self.c, self.builder
         if self.has_nibbles:
             return [self._of_nibbles(source)]
-        numbers = self._interleaved([self._number(code) for code in self._codes(self._planes(source))])
+        numbers = self._interleaved(self.planes(source))
         result = []
         for at, number in enumerate(numbers):
             if not self.is_scaled:
@@ -219,6 +252,10 @@ class _Step:
                 number = self._scaled(number, *(self.one or self._operands(offset)))
             result.append(self._as_bfloat16(number) if c.half else number)
         return result
+
+    def planes(self, source: Any) -> list[Any]:
+        """The numbers of LANES groups, whose codes begin at an address: the first of every group, the second of each, ..."""
+        return [self._number(code) for code in self._codes(self._bytes(source))]
 
     def _operands(self, offset: Any) -> list[Any]:
         b, shift = self.builder, self.c.shift
@@ -228,14 +265,30 @@ class _Step:
         parts = (self.scale, self.zero) if self.c.zero else (self.scale, self.scale)
         return [spread(b, loaded(b, part, FLOAT32, block)) for part in parts]
 
-    def _planes(self, source: Any) -> list[Any]:
-        """The bytes of LANES groups as int32: the first byte of every group, the second, ..."""
+    def _bytes(self, source: Any) -> list[Any]:
+        """The bytes of LANES groups as int32: the first byte of every group, the second, ...; or of three all in one."""
         b, size = self.builder, self.c.size
+        if size == 3 and WIDE_HALVES:
+            return [self._threes(source)]
         raw = loaded(b, source, ir.VectorType(INT8, LANES * size))
-        planes = [raw] if size == 1 else [
+        if size == 1:
+            return [b.sext(raw, WORDS) if self._is_signed_byte() or self.by_half else b.zext(raw, WORDS)]
+        planes = [
             shuffled(b, raw, raw, [lane * size + byte for lane in range(LANES)]) for byte in range(size)
-        ]  # fmt: skip
-        return [b.sext(plane, WORDS) if self._is_signed_byte() else b.zext(plane, WORDS) for plane in planes]
+        ]
+        return [b.zext(plane, WORDS) for plane in planes]
+
+    def _threes(self, source: Any) -> Any:
+        """LANES groups of three bytes, each an int32: by one load and one permutation, of which LLVM makes few steps."""
+        b, kind = self.builder, ir.VectorType(INT8, 4 * LANES)
+        place = b.inttoptr(source, kind.as_pointer())
+        there = ir.Constant(
+            ir.VectorType(ir.IntType(1), 4 * LANES), [at < 3 * LANES for at in range(4 * LANES)]
+        )
+        nothing = same(kind, 0)
+        raw = called(b, "llvm.masked.load.v64i8.p0", kind, place, INT32(1), there, nothing)
+        order = [3 * lane + byte if byte < 3 else 4 * LANES for lane in range(LANES) for byte in range(4)]
+        return b.bitcast(shuffled(b, raw, nothing, order), WORDS)
 
     def _is_signed_byte(self) -> bool:
         """Whether codes are the bytes of signed integers."""
@@ -245,6 +298,9 @@ class _Step:
     def _codes(self, planes: list[Any]) -> list[Any]:
         """The codes of LANES groups: the first of every group, the second, ... Bits above a code's are any."""
         b, bits, result = self.builder, self.c.bits, []
+        if len(planes) == 1:
+            (word,) = planes
+            return [b.lshr(word, words(place * bits)) if place else word for place in range(self.c.in_group)]
         for place in range(self.c.in_group):
             byte, shift = place * bits >> 3, place * bits & 7
             code = planes[byte] if shift == 0 else b.lshr(planes[byte], words(shift))
@@ -256,7 +312,7 @@ class _Step:
     def _of_nibbles(self, source: Any) -> Any:
         """32 codes of 4 bits, each a bfloat16 of the table: of a byte one in each half of 32 bits."""
         b = self.builder
-        (byte,) = self._planes(source)
+        (byte,) = self._bytes(source)
         pairs = b.and_(b.or_(byte, b.shl(byte, words(12))), words(0x000F000F))
         halves = ir.VectorType(INT16, 2 * LANES)
         return called(b, "llvm.x86.avx512.permvar.hi.512", halves, self.entries, b.bitcast(pairs, halves))
@@ -266,8 +322,12 @@ class _Step:
         b, c = self.builder, self.c
         if self.looks_up:
             return called(b, "llvm.x86.avx512.permvar.sf.512", SINGLES, self.entries, code)
+        if self.pair:
+            return self._of_pair(code)
         if self._is_signed_byte():
             return self._with_unit(b.sitofp(code, SINGLES))
+        if self.by_half:
+            return self._of_half(code)
         code = b.and_(code, words((1 << c.bits) - 1))
         if c.kind == INTEGER:
             return self._with_unit(b.sitofp(b.sub(b.xor(code, words(c.flip)), words(c.less)), SINGLES))
@@ -276,6 +336,37 @@ class _Step:
     def _with_unit(self, number: Any) -> Any:
         b = self.builder
         return b.fmul(number, spread(b, self.unit)) if self.c.has_unit else number
+
+    def _of_pair(self, code: Any) -> Any:
+        """An entry of two registers; of a float of 6 bits with its sign."""
+        b, (first, second) = self.builder, self.pair
+        number = called(b, "llvm.x86.avx512.vpermi2var.ps.512", SINGLES, first, code, second)
+        if self.c.bits == 5:
+            return number
+        sign = b.and_(b.shl(code, words(26)), words(-(1 << 31)))
+        return b.bitcast(b.or_(b.bitcast(number, WORDS), sign), SINGLES)
+
+    def _of_half(self, code: Any) -> Any:
+        """`Decoding.numbers` of FLOAT with up to 5 bits of exponent: as float16, and times a power of two.
+
+        float16 holds their subnormals as such, which no processor is slow to widen."""
+        b, c = self.builder, self.c
+        kind, up, infinity = ir.VectorType(INT16, LANES), 10 - c.mantissa, 31 << 10
+        half, most = b.trunc(code, kind), (1 << (c.bits - 1)) - 1
+        if c.bits == 8:
+            # Bytes come with their sign above them.
+            signed = b.and_(b.shl(half, same(kind, up)), same(kind, (most << up) - (1 << 15)))
+        else:
+            signed = b.or_(
+                b.and_(b.shl(half, same(kind, up)), same(kind, most << up)),
+                b.and_(b.shl(half, same(kind, 16 - c.bits)), same(kind, -(1 << 15))),
+            )
+        if not c.raw and c.special <= most and c.special << up != infinity:
+            magnitude = b.and_(signed, same(kind, most << up))
+            is_special = b.icmp_unsigned(">=", magnitude, same(kind, c.special << up))
+            signed = b.select(is_special, b.or_(signed, same(kind, infinity)), signed)
+        number = b.fpext(b.bitcast(signed, ir.VectorType(ir.HalfType(), LANES)), SINGLES)
+        return number if c.bias == 15 or c.raw else b.fmul(number, singles(2.0 ** (15 - c.bias)))
 
     def _float(self, code: Any) -> Any:
         """`Decoding.numbers` of FLOAT: subnormals by a product, so that no float32 on the way is one."""
@@ -352,16 +443,27 @@ __all__ = [
     "CODE_ZERO",
     "FLOAT32",
     "HALVES",
+    "INT8",
     "INT32",
     "LANES",
     "NO_ZERO",
     "SINGLES",
     "VALUE_ZERO",
     "WIDE",
+    "WORDS",
+    "Constants",
+    "Step",
     "called",
     "decode",
     "loaded",
     "loop",
+    "raw_unit",
+    "same",
+    "shuffled",
     "singles",
+    "spread",
     "stored",
+    "sum_of",
+    "with_product",
+    "words",
 ]

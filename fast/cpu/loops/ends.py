@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from fast.cpu.loops.gemv import compile_once
 from fast.cpu.loops.rounding import bfloat16_rounded
@@ -46,6 +46,48 @@ def _scales(rounds: bool) -> Callable[..., None]:
 
 
 @lru_cache(maxsize=2)
+def compiled_look(scale_codes: bool) -> Callable[..., None]:
+    """`kernel(x, scale, table, zero, ends)`: the largest magnitude of x, the largest and the least of scale, the largest of
+    zero, float32 (4,), NaN where one is NaN, 0 of none. All are vectors of float32; scale is where `scale_codes` uint8, and
+    counts as all entries of the table up to its largest code."""
+    scale = types.uint8[::1] if scale_codes else VECTOR
+    signature = types.void(VECTOR, scale, VECTOR, VECTOR, VECTOR)
+    return compile_once(_look(scale_codes), "look", SOURCE + str(scale_codes).encode(), signature, OPTIONS)
+
+
+def _look(scale_codes: bool) -> Callable[..., None]:
+    def kernel(x, scale, table, zero, ends):  # type: ignore[no-untyped-def]
+        found = ends.view(np.int32)
+        found[0], found[3] = largest(x), largest(zero)
+        if scale_codes:
+            most = np.uint8(0)
+            for at in range(len(scale)):
+                most = max(most, scale[at])
+            scale = table[: np.intp(most) + 1]
+        found[1], found[2] = largest(scale), least(scale)
+
+    return kernel
+
+
+@njit(**OPTIONS)
+def largest(x):  # type: ignore[no-untyped-def]
+    """The largest magnitude as its bits, in which NaN is larger than infinity."""
+    bits, most = x.view(np.int32), np.int32(0)
+    for at in range(len(bits)):
+        most = max(most, np.int32(bits[at] & 0x7FFFFFFF))
+    return most
+
+
+@njit(**OPTIONS)
+def least(x):  # type: ignore[no-untyped-def]
+    """The smallest magnitude as its bits; the largest int32 of none."""
+    bits, fewest = x.view(np.int32), np.int32(0x7FFFFFFF)
+    for at in range(len(bits)):
+        fewest = min(fewest, np.int32(bits[at] & 0x7FFFFFFF))
+    return fewest
+
+
+@lru_cache(maxsize=2)
 def compiled_sums(has_zero: bool) -> Callable[..., None]:
     """`kernel(sums, scale, zero, whole, weight_scale, bias, out)`: what integer sums (M, N) int32 stand for, float32 (M, N).
 
@@ -75,4 +117,4 @@ def _sums(has_zero: bool) -> Callable[..., None]:
     return kernel
 
 
-__all__ = ["compiled_scales", "compiled_sums"]
+__all__ = ["compiled_look", "compiled_scales", "compiled_sums"]

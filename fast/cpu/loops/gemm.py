@@ -25,7 +25,6 @@ from numba.extending import intrinsic
 
 from fast.cpu.elements import Decoding
 from fast.cpu.loops.decode import (
-    FLOAT32,
     HALVES,
     INT32,
     LANES,
@@ -37,8 +36,10 @@ from fast.cpu.loops.decode import (
     loop,
     singles,
     stored,
+    sum_of,
+    with_product,
 )
-from fast.cpu.loops.gemv import compile_once, group_of, splat
+from fast.cpu.loops.gemv import compile_once, group_of
 
 #: Rows of the weight and of inputs in a block: as many sums as registers hold.
 ROWS = COLUMNS = 4 if WIDE else 2
@@ -65,10 +66,10 @@ def dots(typing_context, w, w_stride, x, x_stride, length, out, rows, columns, h
         with loop(builder, length, PIECE, [singles(0.0)] * len(counts)) as (offset, sums):
             ws = [loaded(builder, address, kind, offset) for address in left]
             xs = [loaded(builder, address, kind, offset) for address in right]
-            add = _with_pairs if half.literal_value else _with_product
+            add = _with_pairs if half.literal_value else with_product
             sums[:] = [add(builder, total, ws[r], xs[c]) for total, (r, c) in zip(sums, counts, strict=True)]
         for at, total in enumerate(sums):
-            stored(builder, _sum(builder, total), builder.add(out, ir.Constant(out.type, 4 * at)))
+            stored(builder, sum_of(builder, total), builder.add(out, ir.Constant(out.type, 4 * at)))
         return context.get_dummy_value()
 
     numbers = (types.uintp,) * 6
@@ -90,19 +91,24 @@ def fetch(typing_context, address, end):  # type: ignore[no-untyped-def]
     return types.void(types.uintp, types.uintp), generate
 
 
-def _with_product(builder: Any, total: Any, w: Any, x: Any) -> Any:
-    return builder.fadd(total, builder.fmul(w, x, flags=("contract",)), flags=("contract",))
-
-
 def _with_pairs(builder: Any, total: Any, w: Any, x: Any) -> Any:
     """Plus the products of pairs of bfloat16, one instruction."""
     return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SINGLES, total, w, x)
 
 
-def _sum(builder: Any, total: Any) -> Any:
-    """The sum of a vector's lanes."""
-    start = ir.Constant(FLOAT32, -0.0)
-    return called(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT32, start, total, fastmath=("reassoc",))
+@intrinsic(prefer_literal=True)
+def splat(typing_context, address, number, count):  # type: ignore[no-untyped-def]
+    """Store a float32 `count` (a constant) times from an address on, as one vector: Numba alone writes them singly."""
+    size = count.literal_value
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        vector = ir.Constant(ir.VectorType(ir.FloatType(), size), ir.Undefined)
+        for place in range(size):
+            vector = builder.insert_element(vector, arguments[1], ir.Constant(ir.IntType(32), place))
+        builder.store(vector, builder.inttoptr(arguments[0], vector.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.float32, count), generate
 
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}

@@ -3,11 +3,11 @@
     y[n] = sum over blocks b of s[n, b] (sum of c x) - s[n, b] z[n, b] (sum of x)   (+ z[n, b] (sum of x) where zero
     points are values)
 
-Codes of a row come in groups that end on a byte (of 4 bits 2, of 3 bits 8). All loops over a row run over its groups from end
-to end without a branch, because only such loops are reliably turned into vector instructions: so the scales of a row are
-first written out, one for each group, and inputs come as planes, the first input of every group, then the second, ...
+Codes of a row come in groups that end on a byte (of 4 bits 2, of 3 bits 8), and inputs as planes, the first input of every
+group, then the second, ... A few rows go through vector instructions at a time (`fast.cpu.loops.row_sums`). A row's sums do not
+depend on which rows are beside it. NaN among codes makes NaN of a row, whatever the input there.
 
-Each kernel (a decoding, packed or not, scales as numbers or codes, a run) is compiled at its first call, a second or more, and
+Each kernel (`Row`) is compiled at its first call, a second or more, and
 kept on disk by Numba (beside this file, else in the user's cache; NUMBA_CACHE_DIR says where). Each has files of its own, named
 by all that went into it: Numba locks nothing, so of kernels that shared an index one could be read as another. Numba lets
 Python's lock go while a kernel runs.
@@ -19,19 +19,20 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import intrinsic
 
-from fast.cpu.elements import FLOAT, INTEGER, Decoding
+from fast.cpu.elements import Decoding
+from fast.cpu.loops.decode import LANES, raw_unit
+from fast.cpu.loops.row_sums import ENTRIES, NUMBERS, ROWS, row_sums, scales_of
 from fast.user_cache import UntrustedFile, refuse_foreign, warn_once
 
 # Numba's files of compiled kernels are pickles: they are read only where nobody else can have written them.
@@ -57,11 +58,11 @@ def is_own_cache(kernel: Callable[..., None]) -> bool:
 
 #: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.
 OPTIONS = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
-#: The most equal scales that are written at once.
-WIDEST = 16
 #: What Numba raises where its files can be neither read nor written, are cut off, or have no place.
 CACHE_ERRORS = (OSError, EOFError, RuntimeError, ValueError, AttributeError, ImportError, pickle.PickleError)
-SOURCE = Path(__file__).read_bytes()
+SOURCES = b"".join(
+    Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("gemv", "row_sums", "decode")
+)
 
 
 def compile_once(
@@ -80,104 +81,173 @@ def group_of(bits: int) -> tuple[int, int]:
     return 8 // gcd(bits, 8), bits // gcd(bits, 8)
 
 
+#: The codes of scales that stand for 1: of `NUMBERS`, `E4M3`, `E8M0` and `ENTRIES`.
+UNIT_CODES = (0, 0x38, 127, 0)
+#: The most steps of a block that are written out one after the other.
+UNROLLED = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a kernel is compiled for. scales: what they are (`NUMBERS` to `ENTRIES` of `row_sums`); zero_codes: zero points are
+    int8, else float32; run: groups of a step that share a scale, LANES also where a row has one block; few: steps of a block,
+    or 0 where they are more than UNROLLED or one block is the row."""
+
+    decoding: Decoding
+    packed: bool
+    scales: int
+    zero_codes: bool = False
+    run: int = LANES
+    few: int = 0
+
+    @classmethod
+    def of(cls, decoding: Decoding, packed: bool, scales: int, long: int, zero_codes: bool) -> Row:
+        """That of blocks of so many groups; 0 stands for the whole row."""
+        run = gcd(LANES, long)
+        few = 1 if run < LANES else long // LANES
+        few = few if few <= UNROLLED else 0
+        return cls(decoding, packed, scales, zero_codes, run, few)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Codes and bytes of a group."""
+        return group_of(self.decoding.bits) if self.packed else (1, 1)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Of `Constants`."""
+        d, (in_group, size) = self.decoding, self.group
+        numbers = (d.kind, d.flip, d.less, int(d.unit != 1), d.mantissa, d.bias, d.special)
+        return (d.bits, in_group, size, *numbers, 0, 0, 0, 0, 0, self.run, self.few, 0, int(raw_unit(d) > 0))
+
+
 @lru_cache(maxsize=256)
-def compiled(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> Callable[..., None]:
-    """`kernel(codes, table, scale, scale_table, zero, is_value, divides, long, x, sums, first, last, y)`, rows first to last.
+def compiled(row: Row) -> Callable[..., None]:
+    """`kernel(codes, table, scale, scale_table, zero, is_value, divides, size, x, first, last, y)`, rows first to last.
 
-    All arrays are contiguous. codes: uint8 (N, bytes); table: float32 (256,), of TABLE; scale: (N or 1, blocks) float32, or
-    where `scale_codes` uint8, entries of scale_table, float32 (256,); zero: float32 of scale's shape, or of no columns;
-    is_value: zero points are values; divides: sums are divided by the only scale of a row; long: groups of a block; x: float32
-    (codes of a group, groups); sums: float32, of x over each block; y: float32 (N,). run: a divisor of long, at most WIDEST.
+    All arrays are contiguous. codes: uint8 (N, bytes), whole groups; table: float32 (256,), the numbers of codes; scale: (N or
+    1, blocks) float32, or uint8, the codes of entries of scale_table, float32 (256,), those not negative and finite; zero: int8
+    or float32 of scale's shape, or of no columns; is_value: zero points are values; divides: sums are divided by the only scale
+    of a row; size: codes of a block, whole groups; x: float32 (K,); y: float32 (N,).
     """
-    kernel = _kernel(decoding, packed, scale_codes, run)
-    parts = SOURCE + repr((decoding, packed, scale_codes, run)).encode()
-    signature = _signature(types.uint8 if scale_codes else types.float32)
-    return compile_once(kernel, "gemv", parts, signature, OPTIONS)
+    parts = SOURCES + repr(row).encode()
+    return compile_once(_kernel(row), "gemv", parts, _signature(row), OPTIONS)
 
 
-def _signature(scale: types.Type) -> types.Type:
+def _signature(row: Row) -> types.Type:
     """The only one of a kernel: operands of another type are an error, not another kernel."""
-    row, matrix = types.float32[::1], types.float32[:, ::1]
-    flags = (types.boolean, types.boolean, types.intp)
-    return types.void(
-        types.uint8[:, ::1], row, scale[:, ::1], row, matrix, *flags, matrix, row, types.intp, types.intp, row
-    )
+    vector, number, flag = types.float32[::1], types.intp, types.boolean
+    scale = types.float32 if row.scales == NUMBERS else types.uint8
+    zero = types.int8 if row.zero_codes else types.float32
+    weight = (types.uint8[:, ::1], vector, scale[:, ::1], vector, zero[:, ::1])
+    return types.void(*weight, flag, flag, number, vector, number, number, vector)
 
 
-def _kernel(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> Callable[..., None]:
+def _kernel(row: Row) -> Callable[..., None]:
     """All that a kernel closes over are numbers: they tell Numba's files on disk apart, and become constants."""
-    bits, kind = decoding.bits, decoding.kind
-    flip, less, unit = decoding.flip, decoding.less, np.float32(decoding.unit)
-    mantissa, bias, special = decoding.mantissa, decoding.bias, decoding.special
-    in_group, size = group_of(bits) if packed else (1, 1)
-    mask = (1 << bits) - 1
+    (in_group, size_of_group), unit, block_rows = row.group, np.float32(row.decoding.unit), ROWS
+    run, step, shares = row.run, LANES * size_of_group, LANES // row.run
+    is_codes, by_fields, unit_code = row.scales != NUMBERS, row.scales % ENTRIES, UNIT_CODES[row.scales]
+    bits, _, _, kind, flip, less, has_unit, mantissa, bias, special, *_, few, _, raw = row.constants
+    one, factor = int(run == LANES), np.float32(raw_unit(row.decoding) or 1)
 
-    def kernel(codes, table, scale, scale_table, zero, is_value, divides, long, x, sums, first, last, y):  # type: ignore[no-untyped-def]
-        groups, blocks = x.shape[1], scale.shape[1]
-        scales = np.ones(max(groups, blocks * long), np.float32)
-        address = scales.ctypes.data
-        for n in range(first, last):
-            row = n if scale.shape[0] > 1 else 0
-            total = np.float32(0)
-            for b in range(blocks):
-                s = scale_table[scale[row, b]] if scale_codes else scale[row, b]
-                if zero.shape[1]:
-                    total += (zero[row, b] if is_value else -zero[row, b] * s) * sums[b]
-                if blocks > 1:
-                    for j in range(b * long, b * long + long, run):
-                        splat(address + 4 * j, s, run)
-            product = np.float32(0)
-            for j in range(groups):
-                part = np.float32(0)
-                for place in range(in_group):
-                    byte, shift = (place * bits) >> 3, (place * bits) & 7
-                    code = np.int32(codes[n, j * size + byte]) >> shift
-                    if shift + bits > 8:
-                        code = code | (np.int32(codes[n, j * size + byte + 1]) << (8 - shift))
-                    code = np.int32(code & mask)
-                    if kind == INTEGER:
-                        number = np.float32(np.int32((code ^ flip) - less))
-                        if unit != 1:
-                            number *= unit
-                    elif kind == FLOAT:
-                        number = _float(code, bits, mantissa, bias, special)
-                    else:
-                        number = table[code]
-                    part += number * x[place, j]
-                product += part * scales[j]
-            if blocks == 1:
-                s = scale_table[scale[row, 0]] if scale_codes else scale[row, 0]
-                product = product / s if divides else product * s
-            y[n] = product + total
+    def kernel(codes, table, scale, scale_table, zero, is_value, divides, size, x, first, last, y):  # type: ignore[no-untyped-def]
+        stored, blocks = codes.shape[1], scale.shape[1]
+        steps, groups = stored // step, size // in_group
+        each = (groups // LANES if blocks > 1 else steps) if one else 1
+        whole, repeats = steps // each if each else 0, 1 if one else groups // run
+        planes = in_planes(x, in_group, (steps + 1) * LANES, factor)
+        plane = 4 * planes.shape[1]
+        sums = block_sums(x, size, blocks if zero.shape[1] else 0)
+        # Scales that lie as they are read are read there, but for those of a row's last step.
+        lies = blocks > 1 and repeats == 1 and not is_codes
+        width = shares if lies else max(blocks * repeats, (steps + 1) * shares)
+        scales, rest = np.ones((block_rows, width), np.float32), np.zeros((block_rows, step), np.uint8)
+        parts, products = np.empty(block_rows, np.float32), np.empty(block_rows, np.float32)
+        for begin in range(first, last, block_rows):
+            count = min(block_rows, last - begin)
+            source, inputs = codes.ctypes.data + begin * stored, planes.ctypes.data
+            scales_at, scales_stride = scales.ctypes.data, 4 * width
+            if lies:
+                scales_at, scales_stride = scale.ctypes.data + 4 * begin * blocks, 4 * blocks
+            elif blocks > 1:
+                for r in range(count):
+                    done = 0
+                    if by_fields and repeats == 1 and blocks >= LANES:
+                        done = blocks // LANES * LANES
+                        at = scale.ctypes.data + (begin + r) * blocks
+                        scales_of(at, scales_at + r * scales_stride, done, scale_table[unit_code], by_fields)
+                    for b in range(done, blocks):
+                        s = scale_table[scale[begin + r, b]] if is_codes else scale[begin + r, b]
+                        for at in range(b * repeats, (b + 1) * repeats):
+                            scales[r, at] = s
+            products[:] = 0
+            if whole:
+                row_sums(
+                    source, stored, count, inputs, plane, scales_at, scales_stride, whole, each,
+                    parts.ctypes.data, table.ctypes.data, unit,
+                    (bits, in_group, size_of_group, kind, flip, less, has_unit, mantissa, bias, special,
+                     0, 0, 0, 0, 0, run, few, 0, raw),
+                )  # fmt: skip
+                products[:] = parts
+            for at in range(whole * each, -(-stored // step)):
+                block = at // each if each else 0
+                place, stride, scale_at = source + at * step, stored, scales_at + 4 * shares * block
+                if at == steps:
+                    # Codes and scales that the row does not have would be read.
+                    for r in range(count):
+                        rest[r, : stored - steps * step] = codes[begin + r, steps * step :]
+                        if lies:
+                            some = scale[begin + r, block * shares : block * shares + shares]
+                            scales[r, : len(some)] = some
+                    place, stride = rest.ctypes.data, step
+                    if lies:
+                        scale_at, scales_stride = scales.ctypes.data, 4 * width
+                row_sums(
+                    place, stride, count, inputs + 4 * LANES * at, plane, scale_at, scales_stride, 1, 1,
+                    parts.ctypes.data, table.ctypes.data, unit,
+                    (bits, in_group, size_of_group, kind, flip, less, has_unit, mantissa, bias, special,
+                     0, 0, 0, 0, 0, run, 1, 0, raw),
+                )  # fmt: skip
+                products += parts
+            for r in range(count):
+                product, total = products[r], np.float32(0)
+                row = begin + r if scale.shape[0] > 1 else 0
+                if blocks == 1:
+                    s = scale_table[scale[row, 0]] if is_codes else scale[row, 0]
+                    product = product / s if divides else product * s
+                for b in range(len(sums)):
+                    s = scale_table[scale[row, b]] if is_codes else scale[row, b]
+                    z = np.float32(zero[row, b])
+                    total += (z if is_value else -z * s) * sums[b]
+                y[begin + r] = product + total
 
     return kernel
 
 
 @njit(**OPTIONS)
-def _float(code, bits, mantissa, bias, special):  # type: ignore[no-untyped-def]
-    """`Decoding.numbers` of FLOAT: subnormals by a product, so that no float32 on the way is one."""
-    magnitude = np.int32(code & ((1 << (bits - 1)) - 1))
-    pattern = np.int32((magnitude << (23 - mantissa)) + ((127 - bias) << 23))
-    if magnitude >= special:
-        pattern = np.int32(pattern | 0x7F800000)
-    if magnitude >> mantissa == 0:
-        pattern = np.float32(np.float32(magnitude) * np.float32(2.0 ** (1 - bias - mantissa))).view(np.int32)
-    return np.int32(pattern | np.int32((code >> (bits - 1)) << 31)).view(np.float32)
+def in_planes(x, in_group, width, factor):  # type: ignore[no-untyped-def]
+    """Inputs times a factor, (in_group, width): the first of every group, the second, ..., zeros behind them."""
+    planes = np.zeros((in_group, width), np.float32)
+    for at in range(len(x)):
+        planes[at % in_group, at // in_group] = x[at] * factor
+    return planes
 
 
-@intrinsic(prefer_literal=True)
-def splat(typing_context, address, number, count):  # type: ignore[no-untyped-def]
-    """Store a float32 `count` (a constant) times from an address on, as one vector: Numba alone writes them singly."""
-    size = count.literal_value
+@njit(**OPTIONS)
+def block_sums(x, size, count):  # type: ignore[no-untyped-def]
+    """The sums of inputs over each of the first blocks.
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        vector = ir.Constant(ir.VectorType(ir.FloatType(), size), ir.Undefined)
-        for place in range(size):
-            vector = builder.insert_element(vector, arguments[1], ir.Constant(ir.IntType(32), place))
-        builder.store(vector, builder.inttoptr(arguments[0], vector.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uintp, types.float32, count), generate
+    Each in a register: LLVM adds in memory one by one where it cannot tell that sums and inputs lie apart, and decides that by
+    their addresses, so that the last bits of a call would be those of the place of its memory.
+    """
+    sums = np.empty(count, np.float32)
+    for b in range(count):
+        total = np.float32(0)
+        for at in range(b * size, min(b * size + size, len(x))):
+            total += x[at]
+        sums[b] = total
+    return sums
 
 
 if hasattr(os, "register_at_fork"):
@@ -189,4 +259,4 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-__all__ = ["WIDEST", "compiled", "config", "group_of", "is_own_cache", "splat"]
+__all__ = ["Row", "compiled", "config", "group_of", "is_own_cache"]

@@ -35,6 +35,9 @@ CONFIGS = {
     "fp8 of transformers": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig().for_layout(
         "compressed-tensors"
     ),
+    "int4 alone, values": lambda: ao_lab.SchemeConfig(scheme="torchao.int4_g32_tinygemm"),
+    "nvfp4 alone": lambda: ao_lab.NVFP4WeightOnlyConfig(),
+    "nf4 alone": lambda: ao_lab.NF4WeightOnlyConfig(),
 }
 
 
@@ -106,6 +109,26 @@ def test_what_the_loop_is_not_for_goes_the_ordinary_way(name):
     x[0, 3] = float("nan")
     assert made(x).isnan().all()
     assert program(made).launch(program(made), x, None) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("int4 alone, zero points", "zero"),
+        ("int4 alone, values", "zero"),
+        ("nvfp4 alone", "outer"),
+        ("nf4 alone", "outer"),
+    ],
+)
+def test_parts_beside_the_scales_are_read_in_every_call(name, part):
+    made, x = layer(name), inputs(1)
+    before = made(x)
+    values = getattr(made[0].weight, part)
+    values.copy_(values.flip(0) if part == "zero" else values * 2)
+    changed = made(x)
+    assert torch.equal(changed, ordinary(made, x))
+    assert not torch.equal(changed, before)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Compiled loops over codes: the tables' numbers, the same bits on any number of threads, and what goes by tiles instead."""
 
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -18,9 +19,11 @@ from fast.cpu import linear as cpu
 from fast.cpu import threads
 from fast.cpu.elements import TABLE, Decoding, Element, single_table
 from fast.cpu.loops import gemv
-from fast.cpu.loops.gemv import compiled, group_of
+from fast.cpu.loops.gemv import Row, compiled
+from fast.cpu.loops.row_sums import E4M3, E8M0, NUMBERS
 from fast.cpu.threads import KEPT, scratch
 from reference import SCHEMES
+from reference.formats.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[4]
 ELEMENTS = tuple(dict.fromkeys(Element.of(scheme) for scheme in SCHEMES.values()))
@@ -60,15 +63,33 @@ IN_BYTES = {Decoding.of(element).kind: element for element in ELEMENTS}.values()
 def test_every_code_is_the_number_of_the_table(element, packed):
     decoding = Decoding.of(element)
     assert (decoding.kind == TABLE) == element.name.startswith(("nf4", "stretched"))
-    in_group, _ = group_of(element.bits) if packed else (1, 1)
     codes = torch.arange(1 << element.bits, dtype=torch.uint8)[:, None].repeat(1, 8)
     stored = reference.pack(codes, element.name) if packed else codes
     table, y = single_table(element), torch.full((len(codes),), math.nan)
-    x, one, nothing = torch.full((in_group, 8 // in_group), 0.125), torch.ones(1, 1), torch.empty(1, 0)
+    x, one, nothing = torch.full((8,), 0.125), torch.ones(1, 1), torch.empty(1, 0)
     operands = [part.numpy() for part in (stored, table, one, table, nothing)]
-    kernel = compiled(decoding, packed, False, 1)
-    kernel(*operands, False, False, 1, x.numpy(), nothing.view(-1).numpy(), 0, len(codes), y.numpy())
+    kernel = compiled(Row.of(decoding, packed, NUMBERS, 0, False))
+    kernel(*operands, False, False, 8, x.numpy(), 0, len(codes), y.numpy())
     assert torch.equal(y.nan_to_num(9e9), table[: len(codes)].nan_to_num(9e9))
+
+
+@pytest.mark.parametrize(("kind", "storage"), [(E4M3, "float8_e4m3fn"), (E8M0, "float8_e8m0fnu")])
+def test_every_code_of_a_scale_is_the_number_of_the_table(kind, storage):
+    """Rows of 17 blocks, the last by the table; two blocks of a step, and steps of a block."""
+    values = torch.from_numpy(FORMATS[storage].values[:256].copy())
+    finite = int(values[:128].isnan().float().argmax()) if kind == E4M3 else 255
+    scale = torch.arange(finite, dtype=torch.uint8)[:, None].repeat(1, 17).contiguous()
+    decoding, table = Decoding.of(Element.of(SCHEMES["int8_rowwise"])), torch.zeros(256)
+    for size in (8, 32):
+        codes = torch.zeros(finite, 17 * size, dtype=torch.uint8)
+        y, x = torch.empty(2, finite), torch.ones(17 * size)
+        for place, at in enumerate((0, 16 * size)):
+            codes.zero_()[:, at] = 1
+            operands = [part.numpy() for part in (codes, table, scale, values * 1.5, torch.empty(1, 0))]
+            kernel = compiled(Row.of(decoding, False, kind, size, False))
+            kernel(*operands, False, False, size, x.numpy(), 0, finite, y[place].numpy())
+        assert torch.equal(y[0], values[:finite] * (1.5 if kind == E4M3 else 1))
+        assert torch.equal(y[1], values[:finite] * 1.5)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_rowwise", "mxfp4", "int4_g32", "int8_rowwise", "mxfp6_e3m2"])
@@ -91,9 +112,11 @@ def test_sums_that_would_overflow_before_their_scale():
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_code_for_nan_makes_nan(code):
-    w, x = pair("fp8_rowwise", (4, 64))
-    w.codes[2, 5] = code
+@pytest.mark.parametrize(("length", "at"), [(64, 5), (72, 0), (72, 71)])
+def test_a_code_for_nan_makes_nan(code, length, at):
+    """Of its row alone, also where a row ends within a step."""
+    w, x = pair("fp8_rowwise", (4, length))
+    w.codes[2, at] = code
     assert cpu.linear_of_one_row(x, w).isnan().tolist() == [[False, False, True, False]]
 
 
@@ -218,13 +241,11 @@ def test_the_default_dtype_does_not_matter(dtype, by_loop, monkeypatch):
     if not by_loop:
         monkeypatch.setattr(cpu, "numba_missing", lambda: "No module named 'numba'")
     want = cpu.linear_of_one_row(x, w)
-    cpu._nothing.cache_clear()
     torch.set_default_dtype(dtype)
     try:
         assert torch.equal(cpu.linear_of_one_row(x, w), want)
     finally:
         torch.set_default_dtype(torch.float32)
-        cpu._nothing.cache_clear()
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "int8_g32_asymmetric", "int8_rowwise_asymmetric"])
@@ -276,7 +297,7 @@ def test_ranges_without_a_thread_run_here(monkeypatch):
 
 def test_files_of_kernels_have_names_of_their_own():
     """Numba locks no index: two kernels in one could be read as each other."""
-    kernels = [compiled(Decoding.of(Element.of(SCHEMES[name])), True, False, 4) for name in SOME[:4]]
+    kernels = [compiled(Row(Decoding.of(Element.of(SCHEMES[name])), True, NUMBERS)) for name in SOME[:4]]
     assert len({kernel.py_func.__qualname__ for kernel in kernels}) == 4
     assert all(len(kernel.signatures) == 1 for kernel in kernels)
 
@@ -292,7 +313,7 @@ def test_without_files_kernels_are_compiled_all_the_same(error, monkeypatch):
         return lambda kernel: kernel
 
     monkeypatch.setattr(gemv, "njit", njit)
-    gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
+    gemv.compiled.__wrapped__(Row(Decoding(8, TABLE), True, NUMBERS))
     assert calls == [True, False]
 
 
@@ -304,14 +325,14 @@ def test_files_that_others_can_write_are_not_unpickled(where, monkeypatch, tmp_p
     monkeypatch.setattr(user_cache, "_warned", set())
     calls = []
     monkeypatch.setattr(gemv, "njit", lambda *_, cache, **options: calls.append(cache) or (lambda f: f))
-    kernel = gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
+    kernel = gemv.compiled.__wrapped__(Row(Decoding(8, TABLE), True, NUMBERS))
     (folder,) = tmp_path.iterdir()
     planted = folder / f"gemv.{kernel.__qualname__}-1.py311.nbi"
     planted.touch()
     (folder if where == "folder" else planted).chmod(0o777)
     with pytest.warns(UserWarning, match="can be written by other users.*each process compiles its own"):
-        gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
-    gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)  # nothing is said again
+        gemv.compiled.__wrapped__(Row(Decoding(8, TABLE), True, NUMBERS))
+    gemv.compiled.__wrapped__(Row(Decoding(8, TABLE), True, NUMBERS))  # nothing is said again
     assert calls == [True, False, False]
 
 
@@ -324,6 +345,16 @@ def test_a_broken_numba_is_a_missing_one(monkeypatch):
 def test_numba_without_its_compiler_is_a_missing_one(monkeypatch):
     monkeypatch.setattr(gemv.config, "DISABLE_JIT", 1)
     assert "NUMBA_DISABLE_JIT" in cpu.numba_missing.__wrapped__()
+
+
+@pytest.mark.nightly
+def test_processors_without_wide_vectors_have_the_numbers_too():
+    """Neither AVX-512 nor conversions of float16: what LLVM makes of the general steps."""
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    named = "number_of_the_table or inside_the_bound or a_code_for_nan"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", named, __file__]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_a_fork_while_another_thread_compiles():
@@ -340,16 +371,18 @@ import torch, reference
 from fast.cpu.loops import gemv
 from fast.cpu.linear import linear_of_one_row
 warnings.simplefilter("ignore")
+def compiled(bits):
+    row = gemv.Row(gemv.Decoding(bits, 2), True, 0)
+    return gemv.njit(gemv._signature(row))(gemv._kernel(row))
 x = torch.ones(1, 64)
 w = reference.quantize(torch.ones(4, 64), "int8_rowwise")
 want = linear_of_one_row(x, w)
-compiling = threading.Thread(target=lambda: [gemv.njit(gemv._signature(gemv.types.uint8))(gemv._kernel(
-    gemv.Decoding(bits, 2), True, True, 1)) for bits in (3, 5, 6)])
+compiling = threading.Thread(target=lambda: [compiled(bits) for bits in (3, 5, 6)])
 compiling.start()
 time.sleep(0.3)
 child = os.fork()
 if child == 0:
-    fresh = gemv.njit(gemv._signature(gemv.types.float32))(gemv._kernel(gemv.Decoding(7, 2), True, False, 1))
+    compiled(7)
     print("right" if torch.equal(linear_of_one_row(x, w), want) else "wrong", flush=True)
     os._exit(0)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
