@@ -133,6 +133,25 @@ def sum_of(builder: Any, vector: Any) -> Any:
     return called(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT32, start, vector, fastmath=("reassoc",))
 
 
+#: Bytes that the memory hands out at a time.
+LINE = 64
+
+
+@intrinsic
+def fetch(typing_context, address, end):  # type: ignore[no-untyped-def]
+    """Ask for the memory from an address to an end behind it, to be in the second cache when it is read."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        address, end = arguments
+        with loop(builder, builder.sub(end, address), LINE, ()) as (offset, _):
+            place = builder.inttoptr(builder.add(address, offset), INT8.as_pointer())
+            read, second_cache, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+            called(builder, "llvm.prefetch.p0", ir.VoidType(), place, read, second_cache, data)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.uintp), generate
+
+
 #: How zero points enter: not at all, subtracted from codes, or added to numbers.
 NO_ZERO, CODE_ZERO, VALUE_ZERO = 0, 1, 2
 INT64, ROUNDED = ir.IntType(64), ir.VectorType(BFloat16(), LANES)
@@ -455,6 +474,7 @@ __all__ = [
     "Step",
     "called",
     "decode",
+    "fetch",
     "loaded",
     "loop",
     "raw_unit",

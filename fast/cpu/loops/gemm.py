@@ -26,12 +26,12 @@ from numba.extending import intrinsic
 from fast.cpu.elements import Decoding
 from fast.cpu.loops.decode import (
     HALVES,
-    INT32,
     LANES,
     SINGLES,
     WIDE,
     called,
     decode,
+    fetch,
     loaded,
     loop,
     singles,
@@ -74,21 +74,6 @@ def dots(typing_context, w, w_stride, x, x_stride, length, out, rows, columns, h
 
     numbers = (types.uintp,) * 6
     return types.void(*numbers, rows, columns, half), generate
-
-
-@intrinsic
-def fetch(typing_context, address, end):  # type: ignore[no-untyped-def]
-    """Ask for the memory from an address to an end behind it, to be in the second cache when it is read."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        address, end = arguments
-        with loop(builder, builder.sub(end, address), PIECE, ()) as (offset, _):
-            place = builder.inttoptr(builder.add(address, offset), ir.IntType(8).as_pointer())
-            read, second_cache, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
-            called(builder, "llvm.prefetch.p0", ir.VoidType(), place, read, second_cache, data)
-        return context.get_dummy_value()
-
-    return types.void(types.uintp, types.uintp), generate
 
 
 def _with_pairs(builder: Any, total: Any, w: Any, x: Any) -> Any:

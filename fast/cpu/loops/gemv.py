@@ -31,7 +31,7 @@ from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 
 from fast.cpu.elements import Decoding
-from fast.cpu.loops.decode import LANES, raw_unit
+from fast.cpu.loops.decode import LANES, fetch, raw_unit
 from fast.cpu.loops.row_sums import ENTRIES, NUMBERS, ROWS, row_sums, scales_of
 from fast.user_cache import UntrustedFile, refuse_foreign, warn_once
 
@@ -83,6 +83,8 @@ def group_of(bits: int) -> tuple[int, int]:
 
 #: The codes of scales that stand for 1: of `NUMBERS`, `E4M3`, `E8M0` and `ENTRIES`.
 UNIT_CODES = (0, 0x38, 127, 0)
+#: Bytes of codes that are asked for ahead: rows that are read beside each other are no stream that processors follow.
+AHEAD = 1 << 13
 #: The most steps of a block that are written out one after the other.
 UNROLLED = 4
 
@@ -182,6 +184,9 @@ def _kernel(row: Row) -> Callable[..., None]:
                         for at in range(b * repeats, (b + 1) * repeats):
                             scales[r, at] = s
             products[:] = 0
+            ahead, end = source + AHEAD, codes.ctypes.data + last * stored
+            if ahead < end:
+                fetch(ahead, min(ahead + count * stored, end))
             if whole:
                 row_sums(
                     source, stored, count, inputs, plane, scales_at, scales_stride, whole, each,
