@@ -195,9 +195,9 @@ def cpu_notes(device: object) -> list[str]:
 
 #: What quantization changes there, and which configuration gains most (docs/faq.md has the times).
 ON_CPU = (
-    "On a CPU memory and files shrink, and most configurations are slower than bfloat16: the documented speeds are of GPU "
-    "kernels. Quickest here, at few tokens: 'Int8DynamicActivationInt8WeightConfig kernel=int8' "
-    "(docs/faq.md#why-is-my-model-not-faster)."
+    "On a CPU memory and files shrink, and most configurations are slower than bfloat16 but for one token at a time: the "
+    "documented speeds are of GPU kernels. Quickest here, at several tokens: "
+    "'Int8DynamicActivationInt8WeightConfig kernel=int8' (docs/faq.md#why-is-my-model-not-faster)."
 )
 
 
