@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -44,6 +44,8 @@ TIES = {
     False: " except at ties of rounding, which it rounds otherwise",
     None: " on these inputs, none of which lies on a tie of rounding",
 }
+#: The name of the first case.
+AS_THEY_ARE = "inputs as they are"
 #: Which share of a difference a fault of the bank has to explain to be named.
 EXPLAINED = 0.5
 
@@ -132,6 +134,39 @@ class KernelReport:
         return [f"a faulty kernel; it looks {what}{share}", *(f"  {one}" for one in self.faults[:5])]
 
 
+@dataclass(frozen=True)
+class Probed:
+    """A kernel, a function of a `Case` that gives outputs (M, N), and what it is called on: x (M, K) and w (N, K), whose values
+    `dtype` holds, and their schemes. refused: lengths that it raised an error for, filled as it is called."""
+
+    kernel: Callable[[Case], Any]
+    scheme: Scheme | None
+    weight: Scheme
+    x: Any
+    w: Any
+    dtype: str
+    refused: list[str] = field(default_factory=list)
+
+    def case(self, name: str, x: Any = None, w: Any = None) -> Case:
+        """A case of these operands, or of others."""
+        return Case(self.x if x is None else x, self.w if w is None else w, self.scheme, self.weight, name)
+
+    def outputs(self, case: Case) -> F64:
+        """Outputs (M, N)."""
+        return np.asarray(self.kernel(case), np.float64)
+
+    def attempt(self, case: Case) -> F64 | None:
+        """Outputs; None where the kernel raises an error for the case, which `refused` then names."""
+        try:
+            return self.outputs(case)
+        except REFUSALS as error:
+            said = str(error).strip().partition("\n")[0]
+            self.refused.append(
+                f"  not tried, as it raises {type(error).__name__} ({said[:80]}): M, N, K = {case.sizes}"
+            )
+            return None
+
+
 def judge(
     kernel: Callable[[Case], Any],
     scheme: Scheme | None,
@@ -146,45 +181,98 @@ def judge(
 ) -> KernelReport:
     """Run a kernel, a function of a `Case` that gives outputs (M, N), on all cases. Arguments and errors are those of
     `ao_lab.testing.probe_kernel`; x and w are NumPy arrays."""
-    found: list[Finding] = []
-    outputs: dict[str, tuple[Case, F64]] = {}
-    refused = list[str]()
-    given = _operands_taken(kernel, scheme, weight, x, w, dtype, seed, refused)
-    for case, y in _calls(kernel, scheme, weight, *given, dtype, refused):
-        outputs[case.name] = case, y
-        found += findings(case, y, dtype, accumulation, quantized=quantized)
-        if not found:
-            raise ValueError(
-                f"no token has an output that {dtype} holds: x or w is too large; divide them, or give another dtype"
+    probed = _with_operands(Probed(kernel, scheme, weight, x, w, dtype), seed)
+    judged = _Judged(probed, accumulation, quantized, seed)
+    judged.look_at_cases()
+    judged.look_at_held()
+    judged.look_at_calls()
+    if not quantized:
+        judged.look_at_values_alone()
+    return judged.report(None if quantized else judged.look_at_ties())
+
+
+@dataclass
+class _Judged:
+    """What is found of a kernel so far, and its outputs by the names of cases. accumulation, quantized, seed: as `judge`."""
+
+    probed: Probed
+    accumulation: str
+    quantized: bool
+    seed: int
+    found: list[Finding] = field(default_factory=list)
+    outputs: dict[str, tuple[Case, F64]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> tuple[Case, F64]:
+        """The first case and its outputs."""
+        return next(iter(self.outputs.values()))
+
+    @property
+    def again(self) -> list[tuple[Case, F64]]:
+        """Further calls of the first case whose outputs differ."""
+        begin = f"{self.first[0].name}, call "
+        return [(case, y) for case, y in self.outputs.values() if case.name.startswith(begin)]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing was found so far."""
+        return not any(one.found for one in self.found)
+
+    def look_at_cases(self) -> None:
+        """By statistics; ValueError where no output is one of the dtype."""
+        dtype = self.probed.dtype
+        for case, y in _calls(self.probed):
+            self.outputs[case.name] = case, y
+            self.found += findings(case, y, dtype, self.accumulation, quantized=self.quantized)
+            if not self.found:
+                raise ValueError(
+                    f"no token has an output that {dtype} holds: x or w is too large; divide them, or give another dtype"
+                )
+
+    def look_at_held(self) -> None:
+        """On inputs that any scales hold exactly, of each length."""
+        dtype, (case, y) = self.probed.dtype, self.first
+        for held in filter(None, [held_exactly(one, dtype, self.seed) for one in _of_lengths(self.outputs)]):
+            self.found.append(
+                of_held(*self._called(held), dtype, self.accumulation, quantized=self.quantized)
             )
-    first = next(iter(outputs.values()))
-    for held in filter(None, [held_exactly(one, dtype, seed) for one in _of_lengths(outputs)]):
-        outputs[held.name] = held, np.asarray(kernel(held), np.float64)
-        found.append(of_held(*outputs[held.name], dtype, accumulation, quantized=quantized))
-    found += [] if quantized else unquantized(*first)
-    again = [(case, y) for case, y in outputs.values() if case.name.startswith(f"{first[0].name}, call ")]
-    found += apart(first[1], again, found, dtype, accumulation)
-    if not quantized and not any(one.found for one in found):
-        for shown in alone(first[0], dtype, seed):
-            y = np.asarray(kernel(shown.case), np.float64)
-            outputs[shown.case.name] = shown.case, y
-            same = _sums_compared(found)
-            found += of_alone(shown, y, dtype, accumulation, same=same)
-    tied = None if quantized else at_ties(first[0], dtype, seed)
-    ties = None
-    if tied is not None:
-        y = np.asarray(kernel(tied), np.float64)
-        ties = ties_are_the_specifications(tied, y, dtype, accumulation, BEYOND)
-        if not ties and _sums_compared(found) and not any(one.found for one in found):
-            outputs[tied.name] = tied, y
-            found.append(each_output(tied, y, np.ones(len(y), bool), dtype, accumulation, False))
-    # Inputs of few values make several faults of the bank one: they are asked last.
-    faults = (one for one in found if one.found)
-    worst = max(faults, key=lambda one: (not one.case.startswith(HELD), one.sigmas), default=None)
-    name, share = ("", 0.0) if worst is None else likeness(*outputs[worst.case], dtype)
-    return KernelReport(
-        tuple(found), name, share, tuple(dict.fromkeys(refused)), _remarks(first[1], again), ties
-    )
+        self.found += [] if self.quantized else unquantized(case, y)
+
+    def look_at_calls(self) -> None:
+        """Of calls on the same inputs."""
+        self.found += apart(self.first[1], self.again, self.found, self.probed.dtype, self.accumulation)
+
+    def look_at_values_alone(self) -> None:
+        """Where nothing was found, on inputs that show each quantized value of one operand alone."""
+        for shown in alone(self.first[0], self.probed.dtype, self.seed) if self.is_right else ():
+            _, y = self._called(shown.case)
+            same = _sums_compared(self.found)
+            self.found += of_alone(shown, y, self.probed.dtype, self.accumulation, same=same)
+
+    def look_at_ties(self) -> bool | None:
+        """Whether elements at ties of rounding are rounded as the specification does; None where none can be tried."""
+        dtype, tied = self.probed.dtype, at_ties(self.first[0], self.probed.dtype, self.seed)
+        if tied is None:
+            return None
+        y = self.probed.outputs(tied)
+        ties = ties_are_the_specifications(tied, y, dtype, self.accumulation, BEYOND)
+        if not ties and _sums_compared(self.found) and self.is_right:
+            self.outputs[tied.name] = tied, y
+            self.found.append(each_output(tied, y, np.ones(len(y), bool), dtype, self.accumulation, False))
+        return ties
+
+    def report(self, ties: bool | None) -> KernelReport:
+        """All of it, with the fault of the bank that the worst is like."""
+        # Inputs of few values make several faults of the bank one: they are asked last.
+        faults = (one for one in self.found if one.found)
+        worst = max(faults, key=lambda one: (not one.case.startswith(HELD), one.sigmas), default=None)
+        name, share = ("", 0.0) if worst is None else likeness(*self.outputs[worst.case], self.probed.dtype)
+        refused, remarks = tuple(dict.fromkeys(self.probed.refused)), _remarks(self.first[1], self.again)
+        return KernelReport(tuple(self.found), name, share, refused, remarks, ties)
+
+    def _called(self, case: Case) -> tuple[Case, F64]:
+        self.outputs[case.name] = case, self.probed.outputs(case)
+        return self.outputs[case.name]
 
 
 def _of_lengths(outputs: dict[str, tuple[Case, F64]]) -> list[Case]:
@@ -197,58 +285,29 @@ def _sums_compared(found: Iterable[Finding]) -> bool:
     return SUMS in tests and SCALES not in tests
 
 
-def _calls(
-    kernel: Callable[[Case], Any],
-    scheme: Scheme | None,
-    weight: Scheme,
-    x: Any,
-    w: Any,
-    dtype: str,
-    refused: list[str],
-) -> Iterator[tuple[Case, F64]]:
+def _calls(probed: Probed) -> Iterator[tuple[Case, F64]]:
     """Outputs of all cases; of the first case those of more calls too, where they differ."""
-    for number, case in enumerate(cases(scheme, weight, x, w, dtype)):
-        y = np.asarray(kernel(case), np.float64)
+    for number, case in enumerate(cases(probed)):
+        y = probed.outputs(case)
         yield case, y
         if not number:
-            yield from _again(kernel, case, y)
-    yield from _other_lengths(kernel, scheme, weight, x, w, refused)
+            yield from _again(probed, case, y)
+    yield from _other_lengths(probed)
 
 
-def _operands_taken(
-    kernel: Callable[[Case], Any],
-    scheme: Scheme | None,
-    weight: Scheme,
-    x: Any,
-    w: Any,
-    dtype: str,
-    seed: int,
-    refused: list[str],
-) -> tuple[Any, Any]:
-    """`operands`; typical inputs have whole tiles of tokens where the kernel refuses an odd number of them."""
-    given = operands(x, w, dtype, seed)
-    if x is not None:
+def _with_operands(probed: Probed, seed: int) -> Probed:
+    """With `operands`; typical inputs have whole tiles of tokens where the kernel refuses an odd number of them."""
+    x, w = operands(probed.x, probed.w, probed.dtype, seed)
+    given = replace(probed, x=x, w=w)
+    if probed.x is not None or given.attempt(given.case(AS_THEY_ARE)) is not None:
         return given
-    odd = Case(*given, scheme, weight, "inputs as they are")
-    taken = _attempt(kernel, odd, refused) is not None
-    return given if taken else operands(typical_inputs(WHOLE_TILES, given[0].shape[1], seed), w, dtype, seed)
+    whole = typical_inputs(WHOLE_TILES, x.shape[1], seed)
+    return replace(given, x=operands(whole, probed.w, probed.dtype, seed)[0])
 
 
-def _attempt(kernel: Callable[[Case], Any], case: Case, refused: list[str]) -> F64 | None:
-    """Outputs; None where the kernel raises an error for the case, which `refused` then names."""
-    try:
-        return np.asarray(kernel(case), np.float64)
-    except REFUSALS as error:
-        said = str(error).strip().partition("\n")[0]
-        refused.append(
-            f"  not tried, as it raises {type(error).__name__} ({said[:80]}): M, N, K = {case.sizes}"
-        )
-        return None
-
-
-def _again(kernel: Callable[[Case], Any], case: Case, y: F64) -> Iterator[tuple[Case, F64]]:
+def _again(probed: Probed, case: Case, y: F64) -> Iterator[tuple[Case, F64]]:
     for call in range(2, CALLS + 1):
-        other = np.asarray(kernel(case), np.float64)
+        other = probed.outputs(case)
         if not np.array_equal(other, y, equal_nan=True):
             yield replace(case, name=f"{case.name}, call {call}"), other
 
@@ -279,27 +338,26 @@ def _remarks(first: F64, again: list[tuple[Case, F64]]) -> tuple[str, ...]:
     )
 
 
-def cases(scheme: Scheme | None, weight: Scheme, x: Any, w: Any, dtype: str) -> Iterator[Case]:
+def cases(probed: Probed) -> Iterator[Case]:
     """The calls of these lengths that a kernel has to stand."""
-    yield Case(x, w, scheme, weight, "inputs as they are")
-    for power in POWERS[dtype]:
-        yield Case(x * np.float32(2.0**power), w, scheme, weight, f"inputs times 2^{power}")
+    yield probed.case(AS_THEY_ARE)
+    x = probed.x
+    for power in POWERS[probed.dtype]:
+        yield probed.case(f"inputs times 2^{power}", x * np.float32(2.0**power))
     broken = x.copy()
     broken[len(x) // 2, x.shape[1] // 3] = np.nan
-    yield _with_zeros(Case(broken, w, scheme, weight, "NaN in a token, zeros in another"))
+    yield _with_zeros(probed.case("NaN in a token, zeros in another", broken))
 
 
-def _other_lengths(
-    kernel: Callable[[Case], Any], scheme: Scheme | None, weight: Scheme, x: Any, w: Any, refused: list[str]
-) -> Iterator[tuple[Case, F64]]:
+def _other_lengths(probed: Probed) -> Iterator[tuple[Case, F64]]:
     """Outputs of the first other lengths that schemes and kernel take; none where they take none, which `refused` then says."""
 
     def tried(tokens: int, outputs: int, channels: int) -> tuple[Case, F64] | None:
-        case = _shorter(scheme, weight, x, w, tokens, outputs, channels)
-        y = None if case is None else _attempt(kernel, case, refused)
+        case = _shorter(probed, tokens, outputs, channels)
+        y = None if case is None else probed.attempt(case)
         return None if case is None or y is None else (case, y)
 
-    for tokens in (one for one in FEWER if len(x) > 2 * one):
+    for tokens in (one for one in FEWER if len(probed.x) > 2 * one):
         # All three at once first; what is refused then is asked of M alone, and of N and K once that is taken.
         at_once = tried(tokens, *CUTS[0]) if tokens == FEWER[0] else None
         alone = tried(tokens, 0, 0) if tokens and at_once is None else None
@@ -310,18 +368,16 @@ def _other_lengths(
         if found is not None:
             yield found
             return
-    refused.append("  no other lengths were tried: the kernel or a scheme takes none of them")
+    probed.refused.append("  no other lengths were tried: the kernel or a scheme takes none of them")
 
 
-def _shorter(
-    scheme: Scheme | None, weight: Scheme, x: Any, w: Any, tokens: int, outputs: int, channels: int
-) -> Case | None:
+def _shorter(probed: Probed, tokens: int, outputs: int, channels: int) -> Case | None:
     """The case with so much cut off M, N and K; None where too little is left, or a scheme does not take it."""
+    x, w = probed.x, probed.w
     if len(w) <= 2 * outputs or x.shape[1] <= 2 * channels:
         return None
     parts = x[: len(x) - tokens, channels:], w[: len(w) - outputs, channels:]
-    less, fewer = (np.ascontiguousarray(one) for one in parts)
-    case = Case(less, fewer, scheme, weight, "other lengths")
+    case = probed.case("other lengths", *map(np.ascontiguousarray, parts))
     return case if _takes(case) else None
 
 

@@ -12,7 +12,8 @@ SCHEME = SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]
 
 def test_the_cases():
     x, w = judge.operands(None, None, "bfloat16", 0)
-    asked = list(judge.cases(SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"], x, w, "bfloat16"))
+    rows = SCHEMES["fp8_rowwise"]
+    asked = list(judge.cases(judge.Probed(lambda case: case.right, rows, rows, x, w, "bfloat16")))
     found = {case.name: case for case in asked}
     assert (x == x.astype(np.float32)).all()
     assert not (x.view(np.uint32) & 0xFFFF).any()
@@ -47,12 +48,12 @@ def test_other_lengths_are_the_first_that_the_kernel_takes(tiles, tried, lines):
         (SCHEMES["fp8_rowwise"], SCHEMES["fp8_rowwise"]),
         (typical_inputs(64, 512), typical_weight(256, 512)),
     )
-    refused = list[str]()
-    found = [case.sizes for case, _ in judge._other_lengths(kernel, *rows, *given, refused)]
+    probed = judge.Probed(kernel, *rows, *given, "float32")
+    found = [case.sizes for case, _ in judge._other_lengths(probed)]
     assert found == ([tried] if tried else [])
     report = judge.judge(kernel, *rows, *given)
-    assert (report.ok, report.refused) == (True, tuple(refused))
-    assert len(refused) == lines
+    assert (report.ok, report.refused) == (True, tuple(probed.refused))
+    assert len(probed.refused) == lines
     assert ("no other lengths were tried" in str(report)) == (tried is None)
 
 
