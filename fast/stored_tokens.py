@@ -1,8 +1,9 @@
-"""`StoredTokens`: keys or values of a cache of fixed size, as kernels and `fast.attention` know them."""
+"""`StoredTokens`: keys or values of a cache of fixed size, as kernels and `fast.attention` know them; `NewTokens` for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,4 +49,18 @@ class StoredTokens:
         return [t for t in parts if t is not None]
 
 
-__all__ = ["StoredTokens"]
+class NewTokens(NamedTuple):
+    """Tokens k and v (B, heads, n, width) that are written behind the `length` of a cache, which counts them then.
+
+    length: int64, 0-d, on their device. rotate: whether k is mixed by Hadamard's transform of its width first.
+    """
+
+    keys: StoredTokens
+    values: StoredTokens
+    k: torch.Tensor
+    v: torch.Tensor
+    length: torch.Tensor
+    rotate: bool = False
+
+
+__all__ = ["NewTokens", "StoredTokens"]

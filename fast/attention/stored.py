@@ -16,7 +16,7 @@ import torch
 from fast.dispatch import has_kernels, runs_eagerly
 from fast.layers.hadamard import hadamard
 from fast.quantize.quantize import dequantize, quantize
-from fast.stored_tokens import StoredTokens
+from fast.stored_tokens import NewTokens, StoredTokens
 from reference import Quantized, Scheme
 from reference.attention.window import ALL_STORED, Window
 from reference.quantize.stored import Scales
@@ -140,7 +140,7 @@ def append_(
     caller that knows the length refuses them before.
     """
     if runs_eagerly(k, v, keys.codes):
-        _append(k, v, keys, values, length, rotate)
+        _append(NewTokens(keys, values, k, v, length, rotate))
         return
     torch.ops.ao_lab.append_tokens_(
         k, v, keys.codes, keys.scale, keys.zero, keys.computed, keys.scheme, keys.axis, values.codes, values.scale, values.zero,
@@ -190,25 +190,18 @@ def append_tokens_(
     seen = Window(*window)
     keys = StoredTokens(k_codes, k_scale, k_zero, k_scheme, k.shape[-1], k_axis, seen, k_computed)
     values = StoredTokens(v_codes, v_scale, v_zero, v_scheme, v.shape[-1], v_axis, seen, v_computed)
-    _append(k, v, keys, values, length, rotate)
+    _append(NewTokens(keys, values, k, v, length, rotate))
 
 
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: StoredTokens,
-    values: StoredTokens,
-    length: torch.Tensor,
-    rotate: bool,
-) -> None:
+def _append(new: NewTokens) -> None:
     """By the kernel, or operations of torch."""
+    keys, values, k, v, length, rotate = new
     if k.is_cuda and has_kernels(k):
         from fast.kernels.attention import append
 
-        if append.covers(k, v, keys, values):
-            with torch.cuda.device_of(k):  # Triton launches on the current one
-                append.append(k, v, keys, values, length, rotate)
-            return
+        with torch.cuda.device_of(k):  # Triton launches on the current one
+            if append.append(new):
+                return
     _write(keys, hadamard(k.contiguous(), k.shape[-1]) if rotate else k, length)
     _write(values, v, length)
     length.add_(k.shape[2])

@@ -22,7 +22,7 @@ from fast.kernels.layers.tiles import outputs, quantize_rows
 from fast.kernels.scheme.constants import block_op
 from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
 from fast.launch.launcher import FLOAT_NAMES, CompiledLaunch, interpreted, power_above
-from fast.stored_tokens import StoredTokens
+from fast.stored_tokens import NewTokens, StoredTokens
 from reference.attention.window import Window
 from reference.layers.hadamard import SIGNS_16
 from reference.schemes.schemes import record_of
@@ -220,89 +220,101 @@ def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
     return plan if plan is not None and plan.length & (plan.length - 1) == 0 else None
 
 
-def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredTokens) -> bool:
-    """Whether the kernel writes these tokens."""
-    if values.axis == 2 or static_of(keys) != static_of(values):
+def append(new: NewTokens) -> bool:
+    """Write new tokens, and raise the number of those that are there; whether the kernel covers them, else nothing is done."""
+    keys, values, k, v, length, rotate = new
+    window = (keys if keys.scheme else values).window
+    launch = _append_launch(
+        _tokens_of(k, keys), _tokens_of(v, values), values.codes.shape[2], window, rotate, interpreted()
+    )
+    if launch is None:
         return False
-    for x, stored in ((k, keys), (v, values)):
-        width = x.shape[-1]
-        # A prompt's groups along tokens are written by operations of torch.
-        if stored.axis == 2 and x.shape[2] > 1:
-            return False
-        if stored.axis == 2 and _group_plan(stored.scheme, x.dtype) is None:
-            return False
-        if x.dtype not in FLOAT_NAMES or width & (width - 1) or not 64 <= width <= 256 or x.stride(-1) != 1:
-            return False
-        if stored.scheme:
-            if x.dtype == torch.float32 or (
-                stored.axis == 3 and _plan(stored.scheme, x.dtype, width) is None
-            ):
-                return False
-        elif stored.codes.dtype != x.dtype:
-            return False
-    return k.dtype == v.dtype and k.shape[:3] == v.shape[:3] and k.numel() > 0
-
-
-def append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: StoredTokens,
-    values: StoredTokens,
-    length: torch.Tensor,
-    rotate: bool,
-) -> None:
-    """Write tokens that `covers` lets through, and raise `length`."""
     by_channel = keys.axis == 2
-    launch = _append_launch(_tokens_of(k, keys), _tokens_of(v, values), values.codes.shape[2],
-                            (keys if keys.scheme else values).window, static_of(keys), rotate, interpreted())  # fmt: skip
     written = (None, None, None) if by_channel else (keys.codes, keys.scale, keys.zero)
     stored = (*written, keys.computed, values.codes, values.scale, values.zero, values.computed)
     launch.run((k, v, *stored, length), k.get_device())
     if by_channel:
         _append_group(keys, length, k)
+    return True
 
 
 class Tokens(NamedTuple):
-    """New tokens and where they go, as far as a launch depends on it: (B, heads, n, width) with its first three strides, and
-    the scheme by channels (axis 3) with its bytes of a token, "" for values or where a group is written by its own kernel."""
+    """New keys or values and where they go, as far as a launch depends on it: (B, heads, n, width) with strides and dtype; the
+    scheme ("": none) and its axis; whose scale all tokens have (`static_of`); dtype of codes, and how many a token has."""
 
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     scheme: str
-    static: bool
+    axis: int
+    static: str
+    codes: torch.dtype
     bytes: int
 
-    def arguments(self) -> tuple[Any, Any, int, int]:
-        """Scheme, its operation, group and bytes, as the kernel takes them."""
+    @property
+    def is_covered(self) -> bool:
+        """Whether the kernel writes them."""
+        width = self.shape[-1]
+        if (
+            self.dtype not in FLOAT_NAMES
+            or width & (width - 1)
+            or not 64 <= width <= 256
+            or self.strides[-1] != 1
+        ):
+            return False
         if not self.scheme:
+            return self.codes == self.dtype
+        if self.dtype == torch.float32:
+            return False
+        if self.axis == 2:
+            # A prompt's groups along tokens are written by operations of torch.
+            return self.shape[2] == 1 and _group_plan(self.scheme, self.dtype) is not None
+        return _plan(self.scheme, self.dtype, width) is not None
+
+    def arguments(self) -> tuple[Any, Any, int, int]:
+        """Scheme, its operation, group and bytes, as the kernel takes them; groups along tokens have a kernel of their own."""
+        if not self.scheme or self.axis == 2:
             return None, None, 0, 0
         plan = _plan(self.scheme, self.dtype, self.shape[-1])
         return plan.rule, GIVEN if self.static else plan.block_op, plan.length, self.bytes
 
 
 def _tokens_of(x: torch.Tensor, stored: StoredTokens) -> Tokens:
-    batch, heads, tokens, width = x.shape
-    of_batch, of_head, of_token, _ = x.stride()
-    scheme = stored.scheme if stored.axis == 3 else ""
-    strides = (of_batch, of_head, of_token)
+    codes = stored.codes
     return Tokens(
-        (batch, heads, tokens, width), strides, x.dtype, scheme, stored.static, stored.codes.shape[-1]
+        x.shape,
+        x.stride(),
+        x.dtype,
+        stored.scheme,
+        stored.axis,
+        static_of(stored),
+        codes.dtype,
+        codes.shape[-1],
     )
+
+
+def _covers(k: Tokens, v: Tokens) -> bool:
+    """Whether the kernel writes both at once."""
+    if v.axis == 2 or k.static != v.static or k.dtype != v.dtype or k.shape[:3] != v.shape[:3]:
+        return False
+    return 0 not in k.shape and k.is_covered and v.is_covered
 
 
 @lru_cache(maxsize=256)
 def _append_launch(
-    k: Tokens, v: Tokens, room: int, window: Window, static: str, rotate: bool, on_cpu: bool
-) -> CompiledLaunch:
-    """The kernel for such tokens: Triton's own call of it takes the host five times as long. on_cpu: by the interpreter."""
+    k: Tokens, v: Tokens, room: int, window: Window, rotate: bool, on_cpu: bool
+) -> CompiledLaunch | None:
+    """The kernel for such tokens: Triton's own call of it takes the host five times as long. on_cpu: by the interpreter. None
+    where it does not cover them."""
+    if not _covers(k, v):
+        return None
     batch, heads, tokens, k_width = k.shape
     v_width = v.shape[-1]
     tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
     warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
     factor, has_ptx = float(np.float32(1 / sqrt(k_width))), not on_cpu
     tail = (
-        *k.strides, *v.strides, tokens, room, factor, static, *k.arguments(), *v.arguments(), heads, rotate, k_width,
+        *k.strides[:3], *v.strides[:3], tokens, room, factor, k.static, *k.arguments(), *v.arguments(), heads, rotate, k_width,
         v_width, tile, window.sinks, window.ring, FLOAT_NAMES[k.dtype], has_ptx, has_ptx,
     )  # fmt: skip
     # debug: for the assertion, without Triton's own of overflows.
@@ -335,4 +347,4 @@ def _group_launch(
     return CompiledLaunch(group_kernel, (pairs, width // channels, 1), tail, warps, launch_pdl=True)
 
 
-__all__ = ["append", "covers"]
+__all__ = ["append", "static_of"]

@@ -17,6 +17,7 @@ from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
 from ao_lab.testing.strategies import assert_same_bits
 from fast.attention.stored import append_, quantized_tokens, room_for, token_values
 from fast.kernels.attention import append, decode
+from fast.stored_tokens import NewTokens
 from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
 from reference.attention.window import Window
@@ -79,21 +80,15 @@ def write(name):
         v = torch.randn(2, 3, tokens, 64).bfloat16()
         k[0, 0, 0] = 0
         append_(*stores[0], k, v, lengths[0], recipe.rotate)
-        assert append.covers(k, v, *stores[1])
-        append.append(k, v, *stores[1], lengths[1], recipe.rotate)
+        assert append.append(NewTokens(*stores[1], k, v, lengths[1], recipe.rotate))
     assert lengths[0] == lengths[1] == 9
     for expected, found in zip(*stores, strict=True):
         for x, y in zip(expected.tensors(), found.tensors(), strict=True):
             assert_same_bits(x, y)
     before = [x.clone() for one in stores[1] for x in one.tensors()]
+    four = (x[:, :, :1].repeat(1, 1, 4, 1) for x in (k, v))
     with pytest.raises(InterpreterError, match="has no room for these tokens"):
-        append.append(
-            k[:, :, :1].repeat(1, 1, 4, 1),
-            v[:, :, :1].repeat(1, 1, 4, 1),
-            *stores[1],
-            lengths[1],
-            recipe.rotate,
-        )
+        append.append(NewTokens(*stores[1], *four, lengths[1], recipe.rotate))
     assert lengths[1] == 9
     for x, y in zip(before, (x for one in stores[1] for x in one.tensors()), strict=True):
         assert_same_bits(x, y)
@@ -112,8 +107,7 @@ def write_static():
             for tokens in (5, 1):
                 k, v = (torch.randn(2, 3, tokens, 64).bfloat16() * 3 for _ in "kv")
                 append_(*stores[0], k, v, lengths[0])
-                assert append.covers(k, v, *stores[1])
-                append.append(k, v, *stores[1], lengths[1], False)
+                assert append.append(NewTokens(*stores[1], k, v, lengths[1]))
             for expected, found in zip(*stores, strict=True):
                 assert_same_bits(expected.codes, found.codes)
                 assert_same_bits(found.scale, scales)
@@ -136,8 +130,7 @@ def write_groups(recipe):
         v = torch.randn(2, 3, tokens, 64).bfloat16()
         for one, length in zip(stores, lengths, strict=True):
             if one is stores[1] and tokens == 1:
-                assert append.covers(k, v, *one)
-                append.append(k, v, *one, length, recipe.rotate)
+                assert append.append(NewTokens(*one, k, v, length, recipe.rotate))
             else:
                 append_(*one, k, v, length, recipe.rotate)
         group = recipe.window.group

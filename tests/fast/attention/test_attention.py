@@ -9,6 +9,7 @@ from ao_lab.kv_cache.recipe import INT4, NVFP4, RECIPES, KVRecipe
 from fast.attention.attention import _dequantized as by_torch
 from fast.attention.attention import attention
 from fast.attention.stored import append_, computed_values, quantized_tokens, room_for, token_values
+from fast.stored_tokens import NewTokens
 from reference.attention import attention as specified
 
 #: What a kernel decodes.
@@ -239,10 +240,26 @@ class TestKernels:
 
         keys, values, length = cache("int4_tokens", room=64, width=128)
         k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
-        (machine,) = launched(lambda: (append.append(k, k, keys, values, length, True),))
+        (machine,) = launched(lambda: append.append(NewTokens(keys, values, k, k, length, True)))
         assert (machine.kernel, machine.local, machine.stack) == ("append_kernel", 0, 0)
         assert machine.registers <= 64
         assert "__assertfail" in machine.ptx  # tokens beyond the cache
+
+    def test_what_append_does_not_cover_is_left_to_torch(self):
+        """float32, strided channels, odd widths, and of keys by channel several tokens at once."""
+        from fast.kernels.attention import append
+
+        k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
+        strided = torch.zeros(2, 2, 1, 256, dtype=torch.bfloat16)[..., ::2]
+        for name, x in (
+            ("int8", k.float()),
+            ("int8", strided),
+            ("int8", k[..., :96]),
+            ("int4", k.repeat(1, 1, 2, 1)),
+        ):
+            keys, values, length = cache(name, room=128, width=x.shape[-1])
+            assert not append.append(NewTokens(keys, values, x, x, length))
+            assert length == 9
 
     def test_group_compiled(self):
         """Two launches for a token whose keys are stored by channel."""
@@ -251,6 +268,6 @@ class TestKernels:
 
         keys, values, length = cache("int4", room=128, width=128)
         k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
-        machines = launched(lambda: (append.append(k, k, keys, values, length, False),))
+        machines = launched(lambda: append.append(NewTokens(keys, values, k, k, length)))
         assert [one.kernel for one in machines] == ["append_kernel", "group_kernel"]
         assert all(one.local == one.stack == 0 for one in machines)
