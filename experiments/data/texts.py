@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ class TextWindows:
 def prose_of(corpus: Corpus | None, cache: Path) -> SplitCorpus | None:
     """The corpus `prose`: the one that was given, else that in $AO_LAB_PROSE or in the cache's folder `prose`, else None.
 
-    ValueError where a folder is there and holds another text.
+    ValueError where a folder is there and holds another text. What was read is held in memory.
     """
     if isinstance(corpus, SplitCorpus):
         return corpus
@@ -75,6 +76,13 @@ def prose_of(corpus: Corpus | None, cache: Path) -> SplitCorpus | None:
     folder = Path(named) if named else cache / "prose"
     if not named and not folder.is_dir():
         return None
+    files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in folder.glob("*"))
+    return _read_once(folder, tuple(files))
+
+
+@lru_cache(maxsize=1)
+def _read_once(folder: Path, files: tuple[tuple[str, int, int], ...]) -> SplitCorpus:
+    """The corpus in a folder of these files, sizes and times: unpacking takes a second, and what runs keep asks each time."""
     return read(folder)
 
 

@@ -380,6 +380,17 @@ def test_prose_is_looked_for_where_it_is_named(tmp_path, monkeypatch):
         texts.prose_of(None, tmp_path)
 
 
+def test_prose_is_unpacked_once(tmp_path, monkeypatch):
+    """What a run keeps asks for it each time; other files in the folder are read."""
+    count, file = iter(range(9)), tmp_path / "train.txt.xz"
+    monkeypatch.setattr(texts, "read", lambda folder: next(count))
+    monkeypatch.setenv(texts.VARIABLE, str(tmp_path))
+    file.write_bytes(b"x")
+    assert [texts.prose_of(None, tmp_path) for _ in range(2)] == [0, 0]
+    file.write_bytes(b"xy")
+    assert texts.prose_of(None, tmp_path) == 1
+
+
 def test_a_model_of_the_scale_that_cannot_be_had_is_said_and_passed_over(tmp_path, monkeypatch, capsys):
     """One that was asked for is an error."""
 
