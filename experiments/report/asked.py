@@ -269,7 +269,7 @@ def verdict(gap: float | None, half: float | None) -> str:
 
 
 #: Recipes whose largest change of perplexity is told first.
-CACHES = ("int8", "fp8_residual", "fp8", "int4")
+CACHES = ("int8_channels", "int8", "fp8_residual", "fp8", "int4")
 
 
 def caching(rows: Rows) -> Asked:
@@ -277,31 +277,40 @@ def caching(rows: Rows) -> Asked:
     mine = rows["kv_cache"]
     said = [*least_change(mine), *pages("kv_cache").predictions_found(mine)]
     missing = (
-        "other models: keys with a bias, as Qwen2.5's, are hard for one scale a token; compare before use."
+        "other models. Keys with a bias, as Qwen2.5's, are hard for one scale a token; compare before use."
     )
     links = "[kv_cache](kv_cache.md), [guide](../docs/guides/kv_cache.md)"
     return Asked("What does a KV cache in low precision cost in quality?", said, missing, links)
 
 
 def least_change(rows: Sequence[Row]) -> list[str]:
-    """Which of these recipes changes the perplexity of the first real model least, and what all change; none where one was not
-    measured."""
-    kind = next(iter(pages("kv_cache").kinds(rows)), "")
-    best = pages("kv_cache").largest_run(by_run(rows, kind))
-    changes = {name: best[1].value(pages("kv_cache").ALL, name, LOSS) if best else None for name in CACHES}
-    known = {name: 100 * math.expm1(one) for name, one in changes.items() if one is not None}
-    if len(known) < len(CACHES):
+    """Of the recipes that all real models were measured with, the one whose largest change of perplexity is least, and what all
+    recipes change, model by model; none where no recipe was measured on all of them."""
+    found = changes_of(rows)
+    shared = [name for name in CACHES if found and all(name in known for known in found.values())]
+    if len(shared) < 2:
         return []
-    least = min(known, key=lambda name: abs(known[name]))
-    told = ", ".join(f"`{name}` {one:+.2f}%" for name, one in known.items())
-    default = (
-        ", the default of `use_kv_cache_`"
-        if least == signature(ao_lab.use_kv_cache_).parameters["recipe"].default
-        else ""
+    least = min(shared, key=lambda name: max(abs(known[name]) for known in found.values()))
+    default = signature(ao_lab.use_kv_cache_).parameters["recipe"].default
+    own = "" if least != default else ", the default of `use_kv_cache_`"
+    other = "" if least == default else f" (the default of `use_kv_cache_` is `{default}`)"
+    told = "; ".join(
+        f"{model} " + ", ".join(f"`{name}` {one:+.2f}%" for name, one in known.items())
+        for model, known in found.items()
     )
-    return [
-        f"**Take `{least}`{default}**. Change of perplexity on {kind.removeprefix('real ')}, intervals aside: {told}."
-    ]
+    return [f"**Take `{least}`{own}**{other}. Change of perplexity, intervals aside: {told}."]
+
+
+def changes_of(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """By real model, what each recipe of CACHES changes its perplexity by, in percent."""
+    page, found = pages("kv_cache"), dict[str, dict[str, float]]()
+    for kind in page.kinds(rows):
+        best = page.largest_run(by_run(rows, kind))
+        changes = {name: best[1].value(page.ALL, name, LOSS) if best else None for name in CACHES}
+        found[kind.removeprefix("real ")] = {
+            name: 100 * math.expm1(one) for name, one in changes.items() if one is not None
+        }
+    return found
 
 
 #: Tokens of the context that is asked about.
