@@ -342,7 +342,7 @@ def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[A
     choose(here)
     found = here.choices[case.budget]
     if case.rule:
-        plan, trial = choice.rule_plan(found, case.rule)
+        plan, trial = choice.rule_plan(found, case.rule, layers)
         return plan, None, {f"rule: {trial}": (1.0, "")}
     return found.plan, None, {**choice.values(found), **here.facts}
 
