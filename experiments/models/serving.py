@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -21,8 +22,10 @@ from experiments.harness.measuring import Values
 
 #: Tokens of the prompt.
 SHORT = 16
-#: Tokens of the call before the timed one.
-WARM = 4
+#: Tokens of the call before the timed ones: the prompt's step and one of a single token, as all later ones are.
+WARM = 2
+#: Models that were called before they were timed: the dense one of all lines is called so once.
+WARMED: WeakSet[nn.Module] = WeakSet()
 #: Timed calls of each model.
 ROUNDS = 3
 #: Metrics beside "tokens/s" of a model that was timed in turn with the dense one.
@@ -64,7 +67,7 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
     fewer or more, which a row tells, since what a call does beside its tokens weighs more among fewer. base: the dense model
-    (it may be the same), timed in turn with this one. A call of few tokens warms each up, and ROUNDS of each are timed:
+    (it may be the same), timed in turn with this one. A call of few tokens warms each up once, and ROUNDS of each are timed:
     medians, and of the rounds' ratios also the ends. Both are timed with the same threads of a CPU, those that the dense model
     is computed by sensibly (`timed_threads`). Memory is that of a call of its own on a CPU, whose profiler would slow a timed
     one, and of the last timed call on a GPU, where counting takes no time.
@@ -74,7 +77,7 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     both = [model] if model is base else [base, model]
     with as_loaded(*both):
         for one in both:
-            by_transformers(one, ids, min(new, WARM))
+            warm_up(one, ids, min(new, WARM))
         threads = timed_threads(device, lambda: by_transformers(base, ids, min(new, WARM)))
         with with_threads(threads):
             rounds, over = timed_rounds(both, ids, new)
@@ -82,6 +85,13 @@ def generation(model: nn.Module, prompt: Tensor, new: int, base: nn.Module) -> V
     if over is None:
         return found
     return {**found, OVER: (over, "byte"), PEAK: (held_bytes(model) + over, "byte")}
+
+
+def warm_up(model: nn.Module, ids: Tensor, new: int) -> None:
+    """Call a model that was not called before it is timed: kernels are loaded and chosen then."""
+    if model not in WARMED:
+        by_transformers(model, ids, new)
+        WARMED.add(model)
 
 
 def timed_rounds(models: Sequence[nn.Module], ids: Tensor, new: int) -> tuple[list[list[float]], int | None]:

@@ -110,3 +110,24 @@ def test_memory_of_a_gpu_is_counted_beside_a_timed_call(monkeypatch):
     calls.clear()
     Ids.device = torch.device("cpu")
     assert serving.timed_rounds(["base", "own"], Ids(), 6)[0] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_the_dense_model_of_many_lines_is_warmed_up_once(tmp_path, monkeypatch):
+    """Calls of one line and of the next, by model and new tokens."""
+    folder, calls = of_folder(save_lm(tmp_path / "model")), []
+    base, *others = (causal_lm.load(folder, "cpu") for _ in range(3))
+    named = {id(model): name for model, name in zip((base, *others), "bxy", strict=True)}
+    real = serving.by_transformers
+
+    def noted(model, ids, new):
+        calls.append((named[id(model)], new))
+        return real(model, ids, new)
+
+    monkeypatch.setattr(serving, "by_transformers", noted)
+    monkeypatch.setattr(serving, "timed_threads", lambda device, work: None)
+    monkeypatch.setattr(serving, "most_allocated", lambda device, work: None)
+    prompt = torch.zeros(1, 16, dtype=torch.int64)
+    for other in others:
+        serving.generation(other, prompt, 4, base)
+    rounds = [[("b", 4), (name, 4)] * serving.ROUNDS for name in "xy"]
+    assert calls == [("b", 2), ("x", 2), *rounds[0], ("y", 2), *rounds[1]]
