@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ao_lab.choose.result import Trial
 from ao_lab.cli.app import main
@@ -196,14 +197,15 @@ def test_a_choice_is_held_against_what_lies_at_its_size():
     assert math.isnan(run.choice.interpolated(trials, 99.0))
     assert run.choice.rank_correlation([1.0, 5.0, 9.0, 7.0], [0.1, 0.2, 0.9, 0.4]) == pytest.approx(1.0)
     assert run.choice.rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-    names = [
-        f"model.layers.{i}.{part}.weight" for i in range(3) for part in ("self_attn.q_proj", "mlp.up_proj")
-    ]
-    settings = run.choice.candidates(names, 2)
+    parts = ("self_attn.q_proj", "mlp.up_proj")
+    layers = {
+        f"model.layers.{i}.{part}": nn.Linear(64, 64, device="meta") for i in range(3) for part in parts
+    }
+    names = [f"{name}.weight" for name in layers]
+    settings = run.choice.candidates(layers, 2)
     rule = settings[f"first and last layers in 8 bits, {run.choice.LOWEST}"]
-    assert [rule(name) == "int8_rowwise" for name in names] == [True, True, False, False, True, True]
-    alone = settings[f"alone, {names[3]}"]
-    assert [alone(name) for name in names] == [None, None, None, run.choice.LOWEST, None, None]
+    assert [rule[name] == "int8_rowwise" for name in names] == [True, True, False, False, True, True]
+    assert settings[f"alone, {names[3]}"] == {names[3]: run.choice.LOWEST}
 
 
 def test_methods_have_rows_and_what_they_recover(reproduced):
