@@ -14,6 +14,7 @@ from ao_lab.gemm import dense as fused
 from ao_lab.gemm import select
 from ao_lab.tensor import experts as gathered
 from ao_lab.tensor import slicing
+from tests.support.models.torch_products import by_torch
 
 # Mixtures of experts of transformers: their batched weights quantized, in every way in which transformers multiplies them.
 
@@ -54,7 +55,7 @@ def test_weights_alone_give_the_outputs_of_the_dequantized_model(name, way, sche
         if isinstance(parameter, QuantizedTensor):
             dense.get_parameter(path).data.copy_(parameter.dequantize())
     with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, dense(TOKENS).logits)
+        assert torch.equal(by_torch(model)(TOKENS).logits, dense(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
