@@ -116,9 +116,10 @@ TOPICS = {
     "jax": Topic(
         "JAX",
         "`ao_lab.jax`.",
-        """ao_lab.jax.quantize ao_lab.jax.dequantize ao_lab.jax.fake_quantize ao_lab.jax.choose_scales ao_lab.jax.matmul
-        ao_lab.jax.dot_general ao_lab.jax.from_torch ao_lab.jax.to_torch ao_lab.jax.training.DotGeneral
-        ao_lab.jax.training.einsum""",
+        """ao_lab.jax.quantize_params ao_lab.jax.quantize_ ao_lab.jax.fake_quantize_params ao_lab.jax.dequantize_params
+        ao_lab.jax.QuantizedParam ao_lab.jax.Axes ao_lab.jax.quantize ao_lab.jax.dequantize ao_lab.jax.fake_quantize
+        ao_lab.jax.choose_scales ao_lab.jax.matmul ao_lab.jax.dot_general ao_lab.jax.from_torch ao_lab.jax.to_torch
+        ao_lab.jax.training.DotGeneral ao_lab.jax.training.einsum""",
         "guides/jax.md",
     ),
     "plot": Topic(

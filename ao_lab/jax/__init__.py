@@ -6,7 +6,8 @@ any mixture. Under `jit` the platform that the program is compiled for decides. 
 on each device's part inside `jax.shard_map`; otherwise XLA gathers the array first.
 
 `from_torch` and `to_torch` hand quantized tensors over without copying them. `dot_general` is `jax.lax.dot_general` by a
-training recipe; `ao_lab.jax.training` has it too, with what flax and einsum take.
+training recipe; `ao_lab.jax.training` has it too, with what flax and einsum take. `quantize_params` and `quantize_` are
+`ao_lab.quantize_` for parameters of linen and for models of nnx.
 """
 
 from ao_lab.install.extras import explained
@@ -17,6 +18,8 @@ try:
     from ao_lab.jax.exchange import from_torch, to_torch
     from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
     from ao_lab.jax.matmul import matmul
+    from ao_lab.jax.params import Axes, QuantizedParam, dequantize_params
+    from ao_lab.jax.quantize_params import fake_quantize_params, quantize_, quantize_params
     from ao_lab.jax.training import dot_general
 except ModuleNotFoundError as error:
     if error.name == "torch":
@@ -28,6 +31,6 @@ except ModuleNotFoundError as error:
 register_jax()
 
 __all__ = [
-    "choose_scales", "dequantize", "dot_general", "fake_quantize", "from_torch", "matmul", "quantize", "to_torch",
-    "training",
+    "Axes", "QuantizedParam", "choose_scales", "dequantize", "dequantize_params", "dot_general", "fake_quantize",
+    "fake_quantize_params", "from_torch", "matmul", "quantize", "quantize_", "quantize_params", "to_torch", "training",
 ]  # fmt: skip

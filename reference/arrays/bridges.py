@@ -201,7 +201,8 @@ def _register_jax(jax: Any, cls: type) -> None:
     """Make a class of `array_container` a pytree, which `jax.export` writes too."""
     names, structure = _ARRAYS[cls], _STRUCTURES.get(cls)
     keys = [jax.tree_util.GetAttrKey(name) for name in names]
-    arrays_of = attrgetter(*names)
+    several = attrgetter(*names)
+    arrays_of = several if len(names) > 1 else lambda value: (several(value),)
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Any]:
         return arrays_of(value), None if structure is None else structure.of(value)
