@@ -93,6 +93,17 @@ def few_objects() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path, None, None]:
+    """A user's cache of its own, the folder; no choice of `tune` before or after."""
+    from ao_lab.gemm import choices
+
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    choices.forget()
+    yield tmp_path
+    choices.forget()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test that is not nightly the marker of its folder."""

@@ -302,14 +302,14 @@ def least_change(rows: Sequence[Row]) -> list[str]:
 
 
 def changes_of(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By real model, what each recipe of CACHES changes its perplexity by, in percent."""
+    """By real model and text, what each recipe of CACHES changes perplexity by, in percent; models without any are left out."""
     page, found = pages("kv_cache"), dict[str, dict[str, float]]()
     for kind in page.kinds(rows):
-        best = page.largest_run(by_run(rows, kind))
-        changes = {name: best[1].value(page.ALL, name, LOSS) if best else None for name in CACHES}
-        found[kind.removeprefix("real ")] = {
-            name: 100 * math.expm1(one) for name, one in changes.items() if one is not None
-        }
+        where, results = page.largest_run(by_run(rows, kind))
+        changes = {name: results.value(page.ALL, name, LOSS) for name in CACHES}
+        known = {name: 100 * math.expm1(one) for name, one in changes.items() if one is not None}
+        if known:
+            found[f"{kind.removeprefix('real ')} on {where.data}"] = known
     return found
 
 

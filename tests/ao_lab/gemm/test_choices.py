@@ -16,11 +16,8 @@ PROBLEM = Problem("output", "fp8_rowwise", "fp8_rowwise", 4096, 1024, 64, "torch
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
-    choices.forget()
-    yield tmp_path
-    choices.forget()
+def cache(no_choices):
+    return no_choices
 
 
 def test_rows_of_a_range():

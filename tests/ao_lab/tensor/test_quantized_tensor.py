@@ -145,15 +145,6 @@ def test_caches_of_programs_tell_recipes_apart():
     assert len({x._stable_hash_for_caching() for x in [t, *others]}) == 7
 
 
-@pytest.fixture
-def no_choices(monkeypatch, tmp_path):
-    """None of `tune`, before and after."""
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
-    choices.forget()
-    yield
-    choices.forget()
-
-
 def test_caches_of_programs_tell_versions_and_choices_apart(no_choices, monkeypatch):
     """A program on disk that another version's operations made, or other choices of `tune`, is not taken."""
     t = quantized(weight(32, 64), "int4_g32")

@@ -82,15 +82,6 @@ def test_compiled_by_inductor(scheme, activation):
         assert torch.equal(torch.compile(net.first, fullgraph=True)(net.table(TOKENS)), dense)
 
 
-@pytest.fixture
-def no_choices(monkeypatch, tmp_path):
-    """None of `tune`, before and after."""
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
-    choices.forget()
-    yield
-    choices.forget()
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_program_on_disk_from_before_a_choice_is_not_taken(no_choices):
     """torch keeps what Inductor compiled by what it was made of: a layer's own operations, as they are chosen, belong to it."""

@@ -24,12 +24,8 @@ X = torch.randn(40, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 @pytest.fixture(autouse=True)
-def quick(tmp_path, monkeypatch):
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+def quick(no_choices, monkeypatch):
     monkeypatch.setattr("ao_lab.tuning.measure.SECONDS", 0.0)
-    choices.forget()
-    yield
-    choices.forget()
 
 
 def model(recipe="rowwise"):

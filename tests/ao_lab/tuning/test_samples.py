@@ -77,12 +77,8 @@ def assert_same(one, other):
 
 
 @pytest.fixture(autouse=True)
-def quick(tmp_path, monkeypatch):
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+def quick(no_choices, monkeypatch):
     monkeypatch.setattr("ao_lab.tuning.measure.SECONDS", 0.0)
-    choices.forget()
-    yield
-    choices.forget()
 
 
 def test_tuning_leaves_no_state():

@@ -88,6 +88,26 @@ def test_a_gap_is_judged_by_its_interval(gap, half, said):
     assert asked.verdict(gap, half).startswith(said)
 
 
+def cached(model, recipe, change, experiment="kv_cache"):
+    table = f"real {model}/full/books-held-out"
+    return row(recipe, change, asked.LOSS, table, experiment, "all positions")
+
+
+def test_the_cache_that_is_named_is_the_one_whose_worst_model_loses_least():
+    """Not the one that is best on the first model, nor one that a model was not measured with; models without any are none."""
+    rows = [cached("A", "int8", 0.0), cached("A", "int8_channels", 0.002), cached("A", "fp8", 0.001)]
+    rows += [cached("B", "int8", 0.03), cached("B", "int8_channels", -0.004), cached("C", "other", 0.5)]
+    (said,) = asked.least_change(rows)
+    assert said.startswith("**Take `int8_channels`** (the default of `use_kv_cache_` is `int8`).")
+    assert said.endswith(
+        "A on books-held-out `int8_channels` +0.20%, `int8` +0.00%, `fp8` +0.10%; "
+        "B on books-held-out `int8_channels` -0.40%, `int8` +3.05%."
+    )
+    (said,) = asked.least_change(rows[:3])
+    assert said.startswith("**Take `int8`, the default of `use_kv_cache_`**.")
+    assert asked.least_change([*rows[:1], *rows[4:]]) == []
+
+
 @pytest.mark.parametrize(
     ("deep", "missing"), [(False, "all 32 layers at batch 64"), (True, "batches of more")]
 )
